@@ -34,6 +34,7 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.errors import (
+    BrokenGroupError,
     CheckpointError,
     ConfigError,
     HostLostError,
@@ -50,7 +51,7 @@ from hybridflow.streams import ResponseStream
 logger = logging.getLogger(__name__)
 _ENDED, _END_SECONDS = "ended", 60.0
 _MOMENTS = 4  # the driver is at most two iterations ahead of the hosts
-_LOST = (HostLostError, WaitTimeoutError)
+_LOST = (BrokenGroupError, HostLostError, WaitTimeoutError)
 
 
 class Checkpoints:

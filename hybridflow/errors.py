@@ -84,6 +84,10 @@ class WaitTimeoutError(HybridFlowError, TimeoutError):
     """A result did not arrive within its deadline."""
 
 
+class BrokenGroupError(HybridFlowError, RuntimeError):
+    """A group refuses a call: an earlier one failed, and what it changed or left under way could not be undone."""
+
+
 class HostLostError(HybridFlowError, RuntimeError):
     """A host process died, or its machine is gone: its models and their results are lost."""
 

@@ -85,15 +85,22 @@ class Residency:
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
         """Returns all names with undefined content, including those that share a storage with `names`."""
-        fresh: set[str] = set()
-        for storage, key, name in self._found(names):
-            if not self._held[key]:
+        found, fresh = self._found(names), set[str]()
+        absent = {key: storage for storage, key, _ in found if not self._held[key]}
+        try:
+            for key, storage in absent.items():
                 storage.resize_(self._sizes[key])
-                self.resident_bytes += self._sizes[key]
-                if (host := self._host.pop(key, None)) is not None:
-                    _bytes(storage).copy_(host, non_blocking=True)
-                else:
-                    fresh |= self._names[key]
+        except Exception:  # all or nothing
+            for storage in absent.values():
+                storage.resize_(0)
+            raise
+        for key, storage in absent.items():
+            self.resident_bytes += self._sizes[key]
+            if (host := self._host.pop(key, None)) is not None:
+                _bytes(storage).copy_(host, non_blocking=True)
+            else:
+                fresh |= self._names[key]
+        for _, key, name in found:
             self._held[key].add(name)
             self._away[key].discard(name)
         return fresh
@@ -108,30 +115,32 @@ class Residency:
         self._free(names, keep=True)
 
     def _free(self, names: Iterable[str] | None, keep: bool) -> None:
-        freed: list[tuple[torch.UntypedStorage, int]] = []
-        for storage, key, name in self._found(names):
-            held, wanted = self._held[key], self._away[key]
-            if not keep:
-                wanted.discard(name)
-            elif name in held:
-                wanted.add(name)
-            if name not in held:
-                if not wanted:
-                    self._host.pop(key, None)
-                continue
-            held.discard(name)
-            if not held:
-                freed.append((storage, key))
-        for storage, key in freed:
-            if self._away[key]:
-                pin = storage.device.type == "cuda"
-                host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=pin)
-                self._host[key] = host.copy_(_bytes(storage), non_blocking=True)
-        if any(self._away[key] for _, key in freed):
+        found, going = self._found(names), dict[int, set[str]]()
+        for _, key, name in found:
+            going.setdefault(key, set()).add(name)
+        wanted = {
+            key: self._away[key] | (self._held[key] & gone) if keep else self._away[key] - gone
+            for key, gone in going.items()
+        }
+        freed = {key: storage for storage, key, _ in found if self._held[key] and self._held[key] <= going[key]}
+        copies = {key: self._copy(storage) for key, storage in freed.items() if wanted[key]}  # all or nothing
+        if copies:
             settle(self.device)
-        for storage, key in freed:
+        self._host.update(copies)
+        for key, gone in going.items():
+            self._held[key] -= gone
+            self._away[key] = wanted[key]
+            if not wanted[key]:
+                self._host.pop(key, None)
+        for key, storage in freed.items():
             storage.resize_(0)
             self.resident_bytes -= self._sizes[key]
+
+    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
+        """Its bytes on the host, once the device has copied them."""
+        pin = storage.device.type == "cuda"
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pin)
+        return host.copy_(_bytes(storage), non_blocking=True)
 
     def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
         wanted = self._storages if names is None else [name for name in names if name in self._storages]

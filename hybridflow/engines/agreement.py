@@ -1,11 +1,13 @@
 """Agreement: the ranks of a group continue together or all raise, so no rank waits in a collective for a failed one;
-all make an optimizer step or all skip it; and sums over data parallel ranks."""
+all make an optimizer step or all skip it; what a failed operation leaves; and sums over data parallel ranks."""
 
 from __future__ import annotations
 
+import datetime
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,30 +21,47 @@ from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.process_groups import RankContext, gather, is_communication_error
-from hybridflow.errors import BatchError, HybridFlowError, WorkerError, rank_at
+from hybridflow.errors import BatchError, BrokenGroupError, HybridFlowError, WaitTimeoutError, WorkerError, rank_at
 
 F = TypeVar("F")
+FAIL_SECONDS = 10.0
+"""In which peers that fail as well, or are not waiting for this rank, have come to agree with it."""
 
 
-def agree_on(group: dist.ProcessGroup, failure: F | None, number: float | None = None) -> tuple[F | None, float, float]:
+def agree_on(
+    group: dist.ProcessGroup, failure: F | None, number: float | None = None, seconds: float | None = None
+) -> tuple[F | None, float, float]:
     """One tiny all-reduce over a gloo group: the failure of the first rank that has one, the least and the largest
-    number of all ranks (inf and -inf when no rank has one)."""
+    number of all ranks (inf and -inf when no rank has one).
+
+    Errors: WaitTimeoutError when not all ranks come within `seconds` (None: the group's timeout, and its error).
+    """
     largest, smallest = (-math.inf, -math.inf) if number is None else (number, -number)
     state = torch.tensor([failure is not None, largest, smallest], dtype=torch.float64)
-    dist.all_reduce(state, dist.ReduceOp.MAX, group=group)
+    work: Any = dist.all_reduce(state, dist.ReduceOp.MAX, group=group, async_op=True)
+    if seconds is None:
+        work.wait()
+    else:
+        try:
+            work.wait(datetime.timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise WaitTimeoutError(f"the other ranks did not come within {seconds:g} s to agree.") from error
     failed, largest, smallest = state.tolist()
     if failed:
         failure = next(found for found in gather(failure, group) if found is not None)
     return failure, -smallest, largest
 
 
-def agree(context: RankContext, check: Callable[[], float | None], what: str = "a number") -> float | None:
+def agree(
+    context: RankContext, check: Callable[[], float | None], what: str = "a number", seconds: float | None = None
+) -> float | None:
     """Run `check` on every rank of the group; one tiny all-reduce on the CPU.
 
     Returns the number from `check`, equal on all ranks: a rank with None takes the others' number.
 
     Errors: the error that `check` raised, on a group of one rank. On a larger one the *same* WorkerError (with the
     failing rank and its error as the cause) on every rank; also when the numbers, which are called `what`, differ.
+    A rank that ran out of device memory raises that itself. With `seconds` as `agree_on`.
     """
     number, error = None, None
     try:
@@ -53,12 +72,12 @@ def agree(context: RankContext, check: Callable[[], float | None], what: str = "
         if error is not None:
             raise error
         return number
-    failure, smallest, largest = agree_on(_group(context), error and _worker_error(context, error), number)
+    failure, smallest, largest = agree_on(_group(context), error and _worker_error(context, error), number, seconds)
     if failure is None and smallest < largest:
         differs = BatchError(f"{what} differs between the ranks' rows: from {smallest:g} to {largest:g}.")
         failure = of_every_rank(context, _worker_error(context, differs))[0]
     if failure is not None:
-        raise failure
+        raise error if isinstance(error, torch.OutOfMemoryError) else failure  # the host adds what is in its memory
     return None if largest == -math.inf else largest
 
 
@@ -83,6 +102,118 @@ def _worker_error(context: RankContext, error: BaseException) -> WorkerError:
         cause=error if isinstance(error, HybridFlowError) else None,  # these survive pickling
         remote_traceback="".join(traceback.format_exception(error)),
     )
+
+
+Settle = Callable[[Exception | None, float | None], object]
+"""Agrees with all ranks on this rank's error, waiting for them at most these seconds; raises when any has one."""
+
+
+class Operations:
+    """Enters and leaves the operations of one rank's engine.
+
+    Afterwards all ranks have made the operation; or all raise, and their engines are as they were before it; or, where
+    that is not certain, the engine is broken and refuses every further operation. An error whose peers may be waiting
+    for this rank is raised on it alone, and they raise when their wait ends.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._context, self._broken = context, ""
+        self._several = context.grid.size > 1
+
+    def check(self) -> None:
+        """Errors: BrokenGroupError."""
+        if self._broken:
+            raise BrokenGroupError(self._broken)
+
+    @contextmanager
+    def run(
+        self, name: str, undo: Callable[[], object], lockstep: bool = True, settle: Settle | None = None
+    ) -> Iterator[None]:
+        """The operation `name`. `undo()` restores this rank after a failure on any rank, or raises where it cannot.
+
+        `lockstep`: while this rank raises, peers may be inside a collective that it has not begun. The agreement at the
+        end is one tiny all-reduce on the CPU, or `settle`.
+        """
+        self.check()
+        try:
+            yield
+            self._context.groups.check()
+            error = None
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # interrupted: nothing is known of the peers
+            self._break(name, raised, "it was interrupted")
+            raise
+        failure, why = self._left(error, undo, lockstep, settle or self._agree)
+        if failure is not None:
+            if why:
+                self._break(name, failure, why)
+            raise failure
+
+    def _left(
+        self, error: Exception | None, undo: Callable[[], object], lockstep: bool, settle: Settle
+    ) -> tuple[Exception | None, str]:
+        """The error of any rank (None: all have succeeded), and why it could not be undone ("": it was)."""
+        if self._several and _lost(error):
+            return error, "its peers did not fail as well, or are gone"
+        known = isinstance(error, WorkerError)  # agreed on before the ranks have computed anything
+        if not known:
+            try:
+                settle(error, FAIL_SECONDS if lockstep and error is not None and self._several else None)
+                return None, ""
+            except Exception as found:
+                if self._several and _lost(found):
+                    return error or found, "its peers did not fail as well, or are gone"
+                error = found
+        return error, self._undone(undo, together=self._several and not known)
+
+    def _agree(self, error: Exception | None, seconds: float | None) -> None:
+        def check() -> None:
+            if error is not None:
+                raise error
+
+        agree(self._context, check, seconds=seconds)
+
+    def _undone(self, undo: Callable[[], object], together: bool) -> str:
+        """Undo on this rank, with `together` on all. Returns why the state is unknown, the same on all; "" if it is
+        not."""
+        groups, device = self._context.groups, self._context.device
+        try:
+            if together and (unlike := _unlike(of_every_rank(self._context, groups.collectives()))):
+                return f"its ranks had begun different collectives ({unlike})"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        why = ""
+        try:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                groups.check()
+            undo()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        try:
+            return next(filter(None, of_every_rank(self._context, why) if together else [why]), "")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _break(self, name: str, error: BaseException, why: str) -> None:
+        self._broken = (
+            f"{self._context.role} cannot be used any more: {name} failed ({type(error).__name__}: {str(error)[:200]}) "
+            f"and was not undone on all ranks, because {why}. Build the group again and continue from a checkpoint."
+        )
+
+
+def _lost(error: Exception | None) -> bool:
+    """Whether this rank has no peers, or only such that are inside a collective that it has left."""
+    late = isinstance(error, WaitTimeoutError) or (error is not None and isinstance(error.__cause__, WaitTimeoutError))
+    return late or is_communication_error(error)
+
+
+def _unlike(counts: Sequence[Mapping[str, int]]) -> str:
+    """The groups in which not all ranks that share them have begun equally many collectives."""
+    first: dict[str, int] = {}
+    found = {name for rank in counts for name, count in rank.items() if first.setdefault(name, count) != count}
+    return ", ".join(f"{n} {[rank.get(n) for rank in counts]}" for n in sorted(found))
 
 
 class Replicas:
@@ -193,8 +324,9 @@ class StepCheck:
         """Have `agree` raise this error, if any, on all ranks, and so the checks of `others`."""
         self._errors += [] if error is None else [error]
 
-    def agree(self) -> None:
+    def agree(self, error: Exception | None = None, seconds: float | None = None) -> None:
         """Share the findings of all ranks. Errors: as `agreement.agree`, when the loss raised on a rank."""
+        self.failed(error)
         mine = ""
 
         def check() -> float | None:
@@ -208,12 +340,11 @@ class StepCheck:
             return 1.0 if mine else None
 
         try:
-            refused = agree(self._context, check) is not None
+            refused = agree(self._context, check, seconds=seconds) is not None
         except Exception:
             self._refusal = ""  # the engine drops the gradients
-            for mine in self._errors:
-                if isinstance(mine, torch.OutOfMemoryError):
-                    raise mine from None  # the host adds what is in its memory
+            if not self.others:
+                self._errors = []  # they hold the activations of what has failed
             raise
         if refused:
             self._refusal = self._refusal or _joined(of_every_rank(self._context, mine))

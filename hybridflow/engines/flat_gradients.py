@@ -127,7 +127,7 @@ class FlatGradients:
     def _send(self) -> None:
         """The next unit's gradients to the ranks that own them. The order is the same on every rank, whatever came
         when, as it must be for collectives."""
-        unit, self._next = self._next, self._next - 1
+        unit = self._next
         buffer = self._open.pop(unit, None)
         if buffer is None:
             buffer = self._buffer(unit)
@@ -136,6 +136,7 @@ class FlatGradients:
         else:
             sums = buffer.new_empty(len(buffer) // self._ranks)
             self._sent.append((unit, sums, self._reduce_scatter(sums, buffer), buffer))
+        self._next -= 1  # not before: out of memory, the unit is still to be sent
         del buffer
         self._receive(self._in_flight)
 

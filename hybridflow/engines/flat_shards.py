@@ -44,6 +44,8 @@ class FlatShards:
     Storage of `main` is flat, of what this rank owns. `memory` of a unit goes with the last of its names.
     """
 
+    lockstep = False
+
     def __init__(
         self,
         context: RankContext,
@@ -90,6 +92,9 @@ class FlatShards:
                 for name, piece in self._own.items()
             }
             self.parameters_changed()
+
+    def reset(self) -> None:
+        """Nothing of a pass is under way but gradients, which `gradients.drop` waits for."""
 
     def before_backward(self, last: bool = True) -> None:
         self.gradients.before_backward()

@@ -90,6 +90,8 @@ class ProcessGroups:
     timeout: float = 600.0
     _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
     _holders: list[Callable[[], object]] = field(default_factory=list)
+    between_stages: set[dist.ProcessGroup] = field(default_factory=set)
+    """Groups of messages, which gloo counts as collectives."""
 
     def new(
         self, name: str, members: Sequence[int], backend: str | None = None, timeout: float | None = None
@@ -142,6 +144,12 @@ class ProcessGroups:
         finally:
             self.check()
 
+    def collectives(self) -> dict[str, int]:
+        """How many collectives this rank has begun in each group; ranks that are in step have equal numbers."""
+        groups: dict[str, Any] = {f"{name}/{backend}": group for (name, backend), group in self._built.items()}
+        counted = {name: group for name, group in groups.items() if group not in self.between_stages}
+        return {name: group._get_sequence_number_for_group() for name, group in counted.items()}
+
     def when_closed(self, forget: Callable[[], object]) -> None:
         """Call `forget` when the groups are closed: a reference to a gloo group keeps its threads running."""
         self._holders.append(forget)
@@ -153,6 +161,7 @@ class ProcessGroups:
         for group in self._built.values():
             dist.destroy_process_group(group)
         self._built.clear()
+        self.between_stages.clear()
         self._holders.clear()
 
 

@@ -48,7 +48,8 @@ class ShardOptimizer:
     """Clips, follows the learning-rate schedule and steps `shards.main`.
 
     Weight decay leaves out the names in `no_decay` (norms and biases). `parts` are the names of each part of a step,
-    `steps` counts the updates that were made, `result` is that of the last step. With `fp16` losses are scaled.
+    `steps` counts the updates that were made, `result` is that of the last step; `changed`: it has changed parameters
+    or state, completely or not. With `fp16` losses are scaled. Moments exist from the start: no step takes memory.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ShardOptimizer:
         self.scale = LossScale() if fp16 else None
         self.steps = 0
         self.result: dict[str, float] = {}
-        self.overflowed = False  # the last step was skipped, and a smaller loss scale may cure it
+        self.overflowed = self.changed = False  # overflowed: a smaller loss scale may cure the skipped step
         self._offloaded: Residency | None = None
         main = shards.main
         parameters = [
@@ -80,6 +81,11 @@ class ShardOptimizer:
             momentum = settings.momentum if isinstance(settings, config.SGD) else 0.0
             self._moments = ("momentum_buffer",) if momentum else ()
             self.torch = torch.optim.SGD(parameters, lr=settings.lr, momentum=momentum)
+        for tensor in main.values():
+            state = self.torch.state[tensor]
+            if isinstance(settings, config.Adam):
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+            state.update({kind: torch.zeros_like(tensor) for kind in self._moments})
 
     @property
     def _names(self) -> list[str]:
@@ -117,30 +123,30 @@ class ShardOptimizer:
 
     def _prepare(self, refused: bool) -> bool:
         """Measure and clip the gradients of all parameters; False when there is no update."""
-        self.overflowed = False
+        self.overflowed = self.changed = False
         if refused:
             self.result = {"grad_norm": math.nan, "lr": self.lr, "skipped": 1.0}
             return False
         scale = 1.0 if self.scale is None else self.scale.value
         norm = math.sqrt(self.shards.square_sum().item()) / scale
         skipped = not math.isfinite(norm)
+        if not skipped:
+            limit, factor = self.settings.clip_grad, 1.0 / scale
+            if limit > 0 and norm > limit:
+                factor *= limit / (norm + 1e-6)
+            grads = self.shards.main_gradients()
+            if factor != 1.0 and grads:
+                torch._foreach_mul_(list(grads.values()), factor)
+            for name, main in self.shards.main.items():
+                main.grad = grads.get(name)
+        self.changed = not skipped or self.scale is not None  # from here on, nothing that an error would undo
         if self.scale is not None:
             self.overflowed = skipped and self.scale.value > 1.0
             self.scale.update(overflow=skipped)
         self.result = {"grad_norm": norm, "lr": self.lr, "skipped": float(skipped)}
-        if skipped:
-            return False
-        limit, factor = self.settings.clip_grad, 1.0 / scale
-        if limit > 0 and norm > limit:
-            factor *= limit / (norm + 1e-6)
-        grads = self.shards.main_gradients()
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(list(grads.values()), factor)
-        for name, main in self.shards.main.items():
-            main.grad = grads.get(name)
         for group in self.torch.param_groups:
             group["lr"] = self.lr
-        return True
+        return not skipped
 
     def _update(self, names: Iterable[str]) -> None:
         """Step the main parameters of these tensors."""
@@ -170,21 +176,9 @@ class ShardOptimizer:
     # State
 
     def storage(self) -> dict[str, Mapping[str, Tensor]]:
-        """Kind -> tensors by the names of `shards.main`. State that the first step would create is created here."""
-        main = self.shards.main
-        return {
-            "main": main,
-            **{kind: {name: self._state(main[name])[kind] for name in main} for kind in self._moments},
-        }
-
-    def _state(self, main: Tensor) -> dict[str, Any]:
-        state = self.torch.state[main]
-        if isinstance(self.settings, config.Adam) and "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
-        for kind in self._moments:
-            if state.get(kind) is None:
-                state[kind] = torch.zeros_like(main)
-        return state
+        """Kind -> tensors by the names of `shards.main`."""
+        main, state = self.shards.main, self.torch.state
+        return {"main": main, **{kind: {name: state[main[name]][kind] for name in main} for kind in self._moments}}
 
     def counters(self) -> dict[str, Any]:
         """Updates made and the state of the loss scale; plain values."""
@@ -196,7 +190,7 @@ class ShardOptimizer:
         self.steps = counters["steps"]
         if isinstance(self.settings, config.Adam):
             for main in self.shards.main.values():
-                self._state(main)["step"].fill_(self.steps)
+                self.torch.state[main]["step"].fill_(self.steps)
         if self.scale is not None and counters["loss_scale"]:
             self.scale.load(counters["loss_scale"])
         self.restore()
@@ -211,8 +205,9 @@ class ShardOptimizer:
     def offload(self) -> None:
         """Move state that does not share memory with the parameters to host memory."""
         if self._offloaded is None:
-            self._offloaded = self._own()
-            self._offloaded.offload()
+            own = self._own()
+            own.offload()
+            self._offloaded = own
 
     def release(self) -> None:
         """Free this state and drop its content; `reload` brings it back as zeros."""
@@ -221,8 +216,7 @@ class ShardOptimizer:
         self._offloaded.release()
 
     def _own(self) -> Residency:
-        kinds = self.storage() if self.torch.state else {"main": self.shards.main}
-        own = {kind: tensors for kind, tensors in kinds.items() if self.shards.separate or kind != "main"}
+        own = {kind: tensors for kind, tensors in self.storage().items() if self.shards.separate or kind != "main"}
         tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
         return Residency(tensors, self.shards.memory.device)
 

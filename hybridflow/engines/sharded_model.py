@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Replicas
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch
-from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.process_groups import RankContext, is_communication_error
 from hybridflow.engines.token_outputs import TokenOutputs
+
+T = TypeVar("T")
 
 
 def compute_dtype(strategy: Any, device: torch.device) -> torch.dtype:
@@ -45,6 +48,13 @@ class Shards(Protocol):
     gradients: Any
     main: Mapping[str, Tensor]
     separate: bool
+    lockstep: bool
+    """Whether ranks compute a micro-batch together, in collectives of the model."""
+
+    def reset(self) -> None:
+        """Nothing is under way any more after a pass that has failed, of which all ranks have begun equally many
+        collectives. Gradients are left alone."""
+        ...
 
     def before_backward(self, last: bool) -> None:
         """The next micro-batch of a `PlainLoop` is computed with gradients; `last`: the last of its mini-batch."""
@@ -83,12 +93,21 @@ class Shards(Protocol):
 
 
 class MicroBatchLoop(Protocol):
-    """Runs micro-batches through this rank's part of a model. `last_stage`: the head is on this rank."""
+    """Runs micro-batches through this rank's part of a model. `last_stage`: the head is on this rank.
+
+    A loop that can continue without a failed computation gives its error to `failed`, and its peers what they wait for;
+    others raise, and with `lockstep` their peers may be inside a collective then.
+    """
 
     last_stage: bool
+    lockstep: bool
 
     def infer(
-        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        read: Callable[[MicroBatch, Tensor], Any],
+        failed: Callable[[Exception], None],
+        hidden: bool = False,
     ) -> list[Any]:
         """`read(micro-batch, head [N or more, C])` of each, without gradients; on the last stage.
 
@@ -102,11 +121,7 @@ class MicroBatchLoop(Protocol):
         loss: Callable[[MicroBatch, Tensor], Tensor],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Add the gradients of `loss(micro-batch, head [N or more, C])` of each, called on the last stage.
-
-        A loop that can continue without a failed computation gives its error to `failed`, and its peers what they
-        wait for; others raise.
-        """
+        """Add the gradients of `loss(micro-batch, head [N or more, C])` of each, called on the last stage."""
         ...
 
 
@@ -131,20 +146,31 @@ class ShardedModel:
 
 
 class PlainLoop:
-    """Micro-batch after micro-batch. Every rank runs equally many, because gathering a layer needs all of them."""
+    """Micro-batch after micro-batch. Every rank runs equally many, because gathering a layer needs all of them.
+
+    Without `lockstep` a rank whose computation fails leaves out the rest, and sends the gradients that its peers wait
+    for; in lockstep only what is computed from the head may fail, where all columns of it are on this rank.
+    """
 
     last_stage = True
 
     def __init__(self, context: RankContext, shards: Shards, empty: Callable[[], MicroBatch]) -> None:
         self._shards, self._replicas, self._empty, self._device = shards, Replicas(context), empty, context.device
+        self.lockstep, self._cut = shards.lockstep, context.grid.t > 1
 
     @torch.no_grad()
     def infer(
-        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        read: Callable[[MicroBatch, Tensor], Any],
+        failed: Callable[[Exception], None],
+        hidden: bool = False,
     ) -> list[Any]:
         self._shards.model.eval()
-        everything = (micro.to(self._device) for micro in self._padded(micro_batches))
-        found = [read(micro, self._head(micro, hidden)) for micro in everything]
+        attempt = partial(self._attempt, failed, not self._cut)
+        moved = (micro.to(self._device) for micro in self._padded(micro_batches))
+        heads = ((micro, self._head(micro, hidden)) for micro in moved)
+        found = [attempt(partial(read, micro, head)) for micro, head in heads]
         self._shards.after_pass()
         return found[: len(micro_batches)]
 
@@ -155,12 +181,30 @@ class PlainLoop:
         failed: Callable[[Exception], None],
     ) -> None:
         self._shards.model.train()
-        everything = self._padded(micro_batches)
+        everything, good = self._padded(micro_batches), True
+
+        def compute(micro: MicroBatch) -> bool:
+            moved = micro.to(self._device)
+            head_NC = self._head(moved)
+            scalar = self._attempt(failed, not self._cut, partial(loss, moved, head_NC))
+            (head_NC.flatten()[:0].sum() if scalar is None else scalar).backward()
+            return scalar is not None
+
         for left, micro in zip(reversed(range(len(everything))), everything, strict=True):
             self._shards.before_backward(last=not left)
-            moved = micro.to(self._device)
-            loss(moved, self._head(moved)).backward()
+            if good or self.lockstep:
+                good = self._attempt(failed, not self.lockstep, partial(compute, micro)) or False
         self._shards.after_pass()
+
+    def _attempt(self, failed: Callable[[Exception], None], continues: bool, compute: Callable[[], T]) -> T | None:
+        """The result of a computation; None after an error without which the pass continues."""
+        try:
+            return compute()
+        except Exception as error:
+            if not continues or is_communication_error(error):
+                raise
+            failed(error)
+            return None
 
     def _padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """With empty ones at the end: as many as the replica with the most has."""

@@ -25,7 +25,7 @@ from hybridflow.batch.pinned import settle, to_host
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
-from hybridflow.engines.agreement import Replicas, StepCheck
+from hybridflow.engines.agreement import Operations, Replicas, StepCheck
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.initial_weights import initialise
@@ -56,6 +56,9 @@ class TrainEngine:
 
     Errors: ModelError when the model cannot be cut by the strategy's sizes, CheckpointError for a bad checkpoint,
     ConfigError (with several ranks a WorkerError of that cause, on all of them) for `offload` without host memory.
+
+    An operation that fails raises on all ranks and leaves the engine as it was; where that cannot be, every later one
+    raises BrokenGroupError (`agreement.Operations`).
     """
 
     _model: Any = None  # these are None before they are built and after `close`
@@ -74,9 +77,10 @@ class TrainEngine:
     ) -> None:
         self.context, self.strategy, self.spec, self.grid = context, strategy, spec, context.grid
         self.device = context.device
-        self._replicas, self._check = Replicas(context), StepCheck(context)
+        self._replicas, self._check, self._operations = Replicas(context), StepCheck(context), Operations(context)
         self._announced: dict[int, tuple[Batch, list[MicroBatch]]] = {}
-        self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": not yet added up over ranks
+        # "own": not yet added up over ranks; "lost": in a failed call, the others of the same step with them
+        self._gradients: Literal["zero", "own", "summed", "lost"] = "zero"
         try:
             model: ShardedModel = build(context, strategy, spec, optimizer)
             self._model, self._shards, self.tokens, self.adapters = model, model.shards, model.tokens, model.adapters
@@ -102,8 +106,10 @@ class TrainEngine:
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Check these rows without a collective, so that ranks can agree before they compute.
 
-        Errors: BatchError naming the row, ModelError for an output that the model's head does not give.
+        Errors: BatchError naming the row, ModelError for an output that the model's head does not give, and
+        BrokenGroupError.
         """
+        self._operations.check()
         self.tokens.check(batch, outputs, temperature)
 
     def forward(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> dict[str, Ragged] | None:
@@ -132,16 +138,20 @@ class TrainEngine:
         with `hidden` those of its input.
         """
         self._require("parameters")
-        micro_batches = self.tokens.micro_batches(batch, at)
+        loop, errors = self._model.loop, list[Exception]()
 
         def to_host_read(micro: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
             return {name: to_host(value) for name, value in read(micro, rows).items()}
 
-        found = self._model.loop.infer(micro_batches, to_host_read, hidden)
-        if not self.last_stage:
-            return None
-        settle(self.device)
-        return {name: in_order(micro_batches, [part[name] for part in found]) for name in found[0]}
+        with self._operations.run("infer", self._shards.reset, loop.lockstep):
+            micro_batches = self.tokens.micro_batches(batch, at)
+            found = loop.infer(micro_batches, to_host_read, errors.append, hidden)
+            if errors:
+                raise errors[0]
+            if not self.last_stage:
+                return None
+            settle(self.device)
+            return {name: in_order(micro_batches, [part[name] for part in found]) for name in found[0]}
 
     @property
     def last_stage(self) -> bool:
@@ -156,22 +166,44 @@ class TrainEngine:
         """Add the gradients of one mini-batch; metrics are summed over micro-batches and data parallel ranks.
 
         Several calls before a `step` add up; it (or `gradients`) reduces them over ranks. Metrics are returned on the
-        last pipeline stage (equal on its ranks), {} on the others. When `loss` raises, with Megatron any computation,
-        all ranks raise after the last micro-batch and drop their gradients. With FSDP and ZeRO, or where tensor
-        parallel peers do not fail as well, another error is raised on one rank alone; its peers wait for their timeout.
+        last pipeline stage (equal on its ranks), {} on the others. When `loss` raises, with Megatron and ZeRO (stages 1
+        and 2) any computation, all ranks raise after the last micro-batch and drop their gradients: where there were
+        others of this step, call `zero_grad` and begin it anew. Within FSDP's layers, or where tensor parallel peers do
+        not fail as well, an error is raised on one rank alone; its peers wait for their timeout, and all are broken.
         When a column that `loss` reads (its attribute `reads`; without one, any), an output or its value is not finite
         where it counts, on any rank, the step that follows is skipped on all ranks. Errors: as `check` and `loss`.
         """
-        optimizer, last_stage = self._training(), self._model.loop.last_stage
+        self._training()
         self._require("parameters", "gradients")
         self.tokens.check(batch, outputs, temperature)
+        metrics: list[dict[str, Tensor]] = []
+        joined: dict[str, float] = {}
+
+        def agreed(error: Exception | None, seconds: float | None) -> None:
+            self._check.agree(error, seconds)
+            joined.update(self._replicas.joined(metrics, getattr(loss, "metrics", {})) if self.last_stage else {})
+
+        undo = partial(self._drop, self._gradients != "zero", _random_state(self.device))
+        with self._operations.run("forward_backward", undo, settle=agreed):
+            self._pass(batch, loss, outputs, temperature, metrics)
+        return joined
+
+    def _pass(
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        outputs: Sequence[Output],
+        temperature: float,
+        metrics: list[dict[str, Tensor]],
+    ) -> None:
+        """The pass of `forward_backward`; gives the metrics of each micro-batch to `metrics`."""
+        optimizer, last_stage = self._training(), self.last_stage
         _, micro_batches = self._announced.get(id(batch)) or (batch, self.tokens.micro_batches(batch, loss=loss))
         self._check.begin(batch, loss)
         totals = None
         if last_stage:
             totals = self._replicas.totals(batch)
             micro_batches = [self.tokens.with_columns(micro, batch, loss) for micro in micro_batches]
-        metrics: list[dict[str, Tensor]] = []
 
         def share(micro: MicroBatch, head_NC: Tensor) -> Tensor:
             nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
@@ -189,13 +221,23 @@ class TrainEngine:
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             self._reduce()  # while another model computes
             self._check.failed(turn.settle())
-        try:
-            self._check.agree()
-        except Exception:
-            optimizer.zero_grad()
+
+    def _drop(self, others: bool, generators: Sequence[Tensor] = ()) -> None:
+        """Undo a failed pass, or a failed end of a step; with its gradients go `others` of the step: it is lost."""
+        if self._training().changed:
+            raise RuntimeError("parameters or optimizer state have changed")
+        self._shards.reset()
+        self._training().zero_grad()
+        self._gradients = "lost" if others else "zero"
+        for state, restore in zip(generators, (torch.set_rng_state, torch.cuda.set_rng_state)):
+            restore(state)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the step that has begun, if any."""
+        if self._gradients != "zero":
+            self._training().zero_grad()
+            self._check.take()
             self._gradients = "zero"
-            raise
-        return self._replicas.joined(metrics, getattr(loss, "metrics", {})) if last_stage else {}
 
     @contextmanager
     def in_turns(self, turn: PipelineTurn, others: Sequence[TrainEngine]) -> Iterator[None]:
@@ -222,9 +264,10 @@ class TrainEngine:
         `skipped` is 1.0 when gradients, or what they were computed from, were not finite: then nothing has changed,
         moments and counters included (except the loss scale, by gradients that were too large for float16).
         """
-        result = self._ready_to_step().step(self._check.take())
-        self._gradients = "zero"
-        return result
+        optimizer = self._training()
+        with self._stepping():
+            optimizer.step(self._check.take())
+        return optimizer.result
 
     def step_groups(self) -> list[frozenset[str]]:
         """Canonical tensors of each part of a step: the ends of the model, then the k-th layer of every stage."""
@@ -232,8 +275,9 @@ class TrainEngine:
 
     def step_parts(self) -> Iterator[int]:
         """`step` in parts: yields k when the parameters of `step_groups()[k]` are final; then see `step_result`."""
-        yield from self._ready_to_step().step_parts(self._check.take())
-        self._gradients = "zero"
+        optimizer = self._training()
+        with self._stepping():
+            yield from optimizer.step_parts(self._check.take())
 
     @property
     def step_result(self) -> dict[str, float]:
@@ -249,24 +293,28 @@ class TrainEngine:
         """Whether the last step was skipped for gradients that were too large for float16 at the loss scale."""
         return self._training().overflowed
 
-    def _ready_to_step(self) -> ShardOptimizer:
-        optimizer = self._training()
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
         self._require(*get_args(TrainState))
-        self._reduce()
-        return optimizer
+        with self._operations.run("step", partial(self._drop, True)):
+            self._reduce()
+            yield
+            self._gradients = "zero"
+        self._training().changed = False
 
     def gradients(self) -> Mapping[str, Tensor]:
         """This rank's gradients by the names of `storage()` (with LoRA of `adapters.storage`), float32, added up over
         data parallel ranks; valid until `step`, which must come next. Collective."""
         self._training()
         self._require("gradients")
-        self._reduce()
-        found = self._shards.gradients.tensors
-        trained = self.storage() if self.adapters is None else self.adapters.storage
-        return {
-            name: found[name] if name in found else torch.zeros_like(parameter, dtype=torch.float32)
-            for name, parameter in trained.items()
-        }
+        with self._operations.run("gradients", partial(self._drop, True)):
+            self._reduce()
+            found = self._shards.gradients.tensors
+            trained = self.storage() if self.adapters is None else self.adapters.storage
+            return {
+                name: found[name] if name in found else torch.zeros_like(parameter, dtype=torch.float32)
+                for name, parameter in trained.items()
+            }
 
     def _reduce(self) -> None:
         if self._gradients == "own":
@@ -284,7 +332,9 @@ class TrainEngine:
         return self._layout
 
     def storage(self) -> Mapping[str, Tensor]:
-        """The parameters themselves: writing into them changes the model; then call `weights_loaded`."""
+        """The parameters themselves: writing into them changes the model; then call `weights_loaded`. Errors:
+        BrokenGroupError."""
+        self._operations.check()
         return self._shards.storage
 
     def weights_loaded(self) -> None:
@@ -297,14 +347,19 @@ class TrainEngine:
         return self._optimizer is not None and self._shards.separate
 
     def restore(self) -> None:
-        """Parameters := main parameters, all of them resident again. Collective over the data parallel ranks.
+        """Parameters := main parameters, all of them resident again; released when that fails. Collective over the
+        data parallel ranks.
 
         Errors: ConfigError where parameters are their own main parameters: nothing else has their values.
         """
         if not self.restorable:
             raise ConfigError(f"{self.context.role} has no main parameters apart from its parameters.")
-        self.reload(("parameters", "optimizer"))
-        self._training().restore()
+        try:
+            self.reload(("parameters", "optimizer"))
+            self._training().restore()
+        except Exception:
+            self._shards.memory.release()  # they are undefined: nothing may compute with them
+            raise
 
     def optimizer_layout(self) -> Layout | None:
         """Boxes of every rank's optimizer state, alike for each kind of it; None without an optimizer."""
@@ -314,7 +369,7 @@ class TrainEngine:
         """Kind of state -> this rank's float32 tensors by the names of `optimizer_layout()`.
 
         Kinds are "main" (main parameters; without separate ones, views of the parameters), and "exp_avg",
-        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum. State that does not exist yet is made, zero.
+        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum.
         """
         self._require("optimizer")
         settle(self.device)  # an update may still be copied from main parameters in host memory
@@ -352,23 +407,42 @@ class TrainEngine:
         return found
 
     def offload(self, what: Collection[TrainState]) -> None:
-        """Move these to host memory; the engine does not compute until they are back."""
-        if "parameters" in what:
-            self._shards.memory.offload()
-        if "optimizer" in what and self._optimizer:
-            self._optimizer.offload()
-        if "gradients" in what and self._optimizer:
-            self._shards.gradients.offload(self._gradients == "zero")
+        """Move these to host memory, or none when it fails; the engine does not compute until they are back."""
+        self._move(what, away=True)
 
     def reload(self, what: Collection[TrainState]) -> None:
-        """Bring offloaded state back; other state is left alone. Of released state, parameters are undefined, the rest
-        is zero."""
-        if "parameters" in what:
-            self._shards.memory.acquire()
-        if "optimizer" in what and self._optimizer:
-            self._optimizer.reload()
-        if "gradients" in what and self._optimizer:
-            self._shards.gradients.reload(self._gradients == "zero")
+        """Bring offloaded state back, or none when it fails; other state is left alone. Of released state, parameters
+        are undefined, the rest is zero."""
+        self._move(what, away=False)
+
+    def _move(self, what: Collection[TrainState], away: bool) -> None:
+        self._operations.check()
+        moved = list[TrainState]()
+        try:
+            for name, resident in self._resident().items():  # parameters last: their memory moves as a whole or not
+                if name in what and (resident == away or name == "parameters"):
+                    self._move_one(name, away)
+                    moved.append(name)
+        except Exception:
+            for name in moved:
+                self._move_one(name, not away)
+            raise
+
+    def _move_one(self, name: TrainState, away: bool) -> None:
+        zero = self._gradients in ("zero", "lost")
+        if name == "parameters":
+            memory = self._shards.memory
+            memory.offload() if away else memory.acquire()
+        elif name == "optimizer":
+            self._training().offload() if away else self._training().reload()
+        else:
+            gradients = self._shards.gradients
+            gradients.offload(zero) if away else gradients.reload(zero)
+
+    def _resident(self) -> dict[TrainState, bool]:
+        memory, trained = self._shards.memory, self._optimizer
+        state = {} if trained is None else {"optimizer": trained.resident, "gradients": self._shards.gradients.resident}
+        return {**state, "parameters": memory.resident_bytes == memory.total_bytes}  # pyright: ignore[reportReturnType]
 
     def release(self) -> None:
         """Free the memory of all state and drop its content; `reload` allocates it again."""
@@ -379,14 +453,15 @@ class TrainEngine:
             self._shards.gradients.offload(True)
 
     def _require(self, *what: TrainState) -> None:
-        """Errors: ConfigError when one of these is not in device memory."""
-        memory = self._shards.memory
-        held = {
-            "parameters": memory.resident_bytes == memory.total_bytes,
-            "gradients": self._optimizer is None or self._shards.gradients.resident,
-            "optimizer": self._optimizer is None or self._optimizer.resident,
-        }
-        if missing := [name for name in what if not held[name]]:
+        """Errors: ConfigError when one of these is not in device memory, or `what` has gradients that are lost."""
+        self._operations.check()
+        if "gradients" in what and self._gradients == "lost":
+            raise ConfigError(
+                f"{self.context.role} has lost the gradients of this step in a call that failed. Call zero_grad(), and "
+                f"compute the step again from its first mini-batch."
+            )
+        held = self._resident()
+        if missing := [name for name in what if not held.get(name, True)]:
             raise ConfigError(
                 f"{self.context.role} was asked to work while its {' and '.join(missing)} are not in device memory. "
                 f"Bring back what was offloaded with reload({missing}); fill parameters that were released, or "
@@ -404,3 +479,8 @@ class TrainEngine:
         if self._model:
             self._model.shards.close()
         self._optimizer = self._model = self._shards = self.adapters = None
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    """Of the generators that dropout draws from: those of the host and of a CUDA device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

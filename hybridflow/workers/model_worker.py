@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -219,8 +220,9 @@ class ModelWorker(Worker):
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Keeps the model's state for a call in device memory; offloads an idle model afterwards."""
-        self.engine.reload(self._idle)
         try:
+            if self._idle:
+                agree(self.context, partial(self.engine.reload, self._idle))
             yield
         finally:
             self._restore()
@@ -271,6 +273,7 @@ class ModelWorker(Worker):
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(batch, outputs, loss)
         minibatches, skipped, engine = batch.chunks() * epochs, 0, self.engine
+        engine.zero_grad()  # of an update that failed
         engine.announce(minibatches, loss)
         for number, minibatch in enumerate(minibatches, 1):
             metrics = engine.forward_backward(minibatch, loss, outputs, temperature)

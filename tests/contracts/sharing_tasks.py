@@ -149,13 +149,43 @@ def micro_batches(ran: Sequence[Instruction]) -> int:
 
 def one_model(world: World, name: str, strategy: Any, path: Path, size: int, repeats: int = 1) -> dict[str, Any]:
     """Gradients by our instructions and by Megatron's own schedule, and the seconds of each pass, in turns."""
+    from megatron.core.pipeline_parallel import p2p_communication, schedules
+
+    from hybridflow.engines.megatron import engine as backend
+
     engine = build(world, name, strategy, size, path, "lm", config.SGD(lr=0.0), None, False)
     rows, loss = share(make_batch(24, seed=1), engine.grid, world.rank), loss_of("lm")
     loop, ways = engine._model.loop, ("ours", "megatron")
     ours = loop.train
 
+    groups = backend.process_group_collection(engine.context)
+    if loop.device.type == "cpu":
+        for module in (schedules, p2p_communication):
+            module.torch = backend._CpuTorch()  # type: ignore[attr-defined]
+
     def megatron(micro_batches: Any, share_of: Any, failed: Any) -> None:
-        loop._run(micro_batches, lambda micro, out: (share_of(micro, out[0]), 0, {}), forward_only=False)
+        def forward_step(batches: Any, model: Any) -> Any:
+            micro = next(batches).to(loop.device)
+            return loop._forward(micro), lambda out, **_: (share_of(micro, out[0]), 0, {})
+
+        loop.model.train()
+        talk = (
+            {"p2p_communicator": p2p_communication.P2PCommunicator(groups.pp, loop.model.config)}
+            if loop.stages > 1
+            else {}
+        )
+        rows, length = micro_batches[0].ids.shape
+        schedules.get_forward_backward_func(pp_size=loop.stages, vp_size=None)(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[loop.model],
+            num_microbatches=len(micro_batches),
+            seq_length=length,  # of the first: stages exchange the shapes
+            micro_batch_size=rows,
+            forward_only=False,
+            pg_collection=groups,
+            **talk,
+        )
 
     found: dict[str, Any] = {"seconds": {way: [] for way in ways}}
     for _ in range(repeats):

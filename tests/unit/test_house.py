@@ -75,7 +75,7 @@ BACKENDS = ("hybridflow.engines.megatron", "hybridflow.engines.vllm", "hybridflo
 # What may be named in annotations only (under TYPE_CHECKING) although it stands higher: a loss is written against it.
 TYPES_FROM_ABOVE = {("algorithms", "hybridflow.engines.contract")}
 
-FILE_LINES, RECIPE_LINES, FUNCTION_LINES = 400, 100, 60
+FILE_LINES, RECIPE_LINES, FUNCTION_LINES = 500, 100, 60
 # The package may become smaller than this, not larger: lower the figures with it.
 FILES, LINES = 302, 54_235
 TWINS = {"__init__.py", "engine.py", "layout.py", "optimizer.py"}  # one for each backend

@@ -107,13 +107,26 @@ class Sharded:
         }
         self.main: Mapping[str, Tensor] = {n: t for n, t in held.items() if t.numel() and n in trained}
         self._device, self._everyone = context.device, context.groups.everyone()
-        at = context.coords
+        self.lockstep, at = grid.size > 1, context.coords
         first = at.d < grid.d // copies
         counted = (n for n, p in self.parameters.items() if first and (at.t == 0 or _is_cut(p, tp)))
         self._counted = {piece for name in counted for piece in pieces[name]}
 
     def _modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def reset(self) -> None:
+        state: Any = self.root._get_fsdp_state()
+        if state._is_root is None:  # nothing has been computed yet
+            return
+        self.root.reset_iter_state()
+        for module in self._modules():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:  # torch leaves gathered parts and gradients of the failed pass
+                    parameter.to_sharded()
+                    parameter.unsharded_accumulated_grad = parameter.grad_offload_event = None
+                    if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                        whole.grad = None
 
     def after_pass(self) -> None:
         """Reshard parameters that the last micro-batch left gathered."""

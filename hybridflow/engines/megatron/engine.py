@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.agreement import FAIL_SECONDS
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
@@ -42,10 +43,9 @@ from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
+from hybridflow.errors import WaitTimeoutError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.pipeline.schedule import Work, one_f_one_b
-
-_FAIL_SECONDS = 10.0  # in which tensor parallel ranks meet the same error
+from hybridflow.planner.pipeline.schedule import Instruction, Work, one_f_one_b, scheduled
 
 
 def build_model(
@@ -184,6 +184,8 @@ class PipelineLoop:
 
     turn: PipelineTurn | None
 
+    lockstep = False  # stages get zeros in place of what a failed computation would have sent
+
     def __init__(self, context: RankContext, model: GPTModel, selection: SelectedPositions) -> None:
         self.model, self.selection, self.device = model, selection, context.device
         self.at, self.stages, self.turn = context.coords.p, context.grid.p, None
@@ -192,12 +194,20 @@ class PipelineLoop:
 
     @torch.no_grad()
     def infer(
-        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        read: Callable[[MicroBatch, Tensor], Any],
+        failed: Callable[[Exception], None],
+        hidden: bool = False,
     ) -> list[Any]:
         self.model.eval()
-        mine = self._pass(micro_batches, read, lambda error: False)
+        found: list[Any] = []
+        forwards = [Instruction("forward", micro=i) for i in range(len(micro_batches))]
+        works = (Work(micro_batches=(len(micro_batches),)),)
+        mine = self._pass(micro_batches, lambda micro, out: found.append(read(micro, out)), failed, trains=False)
         with without_output_layer(self.model) if hidden and self.last_stage else nullcontext():
-            return mine.infer()
+            mine.run_all(scheduled(works, [forwards] * self.stages).stages[self.at])
+        return found
 
     def train(
         self,
@@ -206,30 +216,31 @@ class PipelineLoop:
         failed: Callable[[Exception], None],
     ) -> None:
         self.model.train()
-        self._passes += 1
-
-        def continues(error: Exception) -> bool:
-            failed(error)
-            return self._all_failed()
-
-        mine = self._pass(micro_batches, loss, continues)
+        mine = self._pass(micro_batches, loss, failed, trains=True)
         if self.turn is not None:
             self.turn.take(mine)
         else:
             mine.run_all(one_f_one_b(self.stages, Work(micro_batches=(len(micro_batches),))).stages[self.at])
 
     def _pass(
-        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], failed: Callable
+        self, micro_batches: Sequence[MicroBatch], read: Callable, failed: Callable[[Exception], None], trains: bool
     ) -> StagePass:
+        self._passes += 1
+
+        def continues(error: Exception) -> None:
+            failed(error)
+            if not self._all_failed():
+                raise error from WaitTimeoutError("the tensor parallel ranks of this stage did not fail as well.")
+
         own = read if self.last_stage else None
-        return StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own, failed)
+        return StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own, continues, trains)
 
     def _all_failed(self) -> bool:
         """Whether the tensor parallel ranks of this stage have all failed in this pass, as for an error in their data;
         if not, the others are in a collective that this rank cannot continue."""
         at, groups, size = self._context.coords, self._context.groups, self._context.grid.t
         key = f"{groups.name}/failed/{self._passes}/{at.p}-{at.d}"
-        end, found = time.monotonic() + _FAIL_SECONDS, groups.store.add(key, 1)
+        end, found = time.monotonic() + FAIL_SECONDS, groups.store.add(key, 1)
         while found < size and time.monotonic() < end:
             time.sleep(0.02)
             found = groups.store.add(key, 0)

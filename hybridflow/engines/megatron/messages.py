@@ -31,6 +31,7 @@ class StageMessages:
         both = context.groups.of(members)
         own = context.groups.new("pipeline-backward", members) if context.device.type == "cuda" else both
         self._groups = {"forward": both, "backward": own}
+        context.groups.between_stages.update((both, own))
         self._sent: dict[str, deque[tuple[dist.Work, Tensor]]] = {"forward": deque(), "backward": deque()}
 
     def receive(self, direction: Direction, buffer: Tensor) -> dist.Work:

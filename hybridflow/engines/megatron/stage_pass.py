@@ -1,10 +1,10 @@
-"""StagePass: one mini-batch on one pipeline stage of a model, run instruction by instruction.
+"""StagePass: the micro-batches of one pass on one pipeline stage of a model, run instruction by instruction.
 
 receive_forward -> forward -> send_forward      activations [S, b, H], S over tensor parallel ranks where the
 receive_backward -> backward -> send_backward   sequence is parallel; H hidden
 
 When a computation raises, the pass continues with zeros in place of every message: the neighbours run the same
-schedule, and would wait for them. The step is refused where all ranks agree on it (`agreement.StepCheck`).
+schedule, and would wait for them. The pass is refused where all ranks agree on it (`agreement.Operations`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hybridflow.planner.pipeline.schedule import Instruction
 
 
 class StagePass:
-    """`forward(micro-batch)` of the model on this stage gives its output; `read`, on the last stage only, makes it the
-    scalar whose gradients are added up, or in `infer` the result.
+    """`forward(micro-batch)` of the model on this stage gives its output; `loss`, on the last stage only, makes it the
+    scalar whose gradients are added up. Without `trains` nothing is added up, and `loss` may return anything.
 
-    `failed(error)` receives the first error of a computation, and says whether the pass can continue without it; else,
-    and for an error of communication, the instruction raises.
+    `failed(error)` receives the first error of a computation, and raises where the pass cannot continue without it.
+    Errors of communication are raised.
     """
 
     def __init__(
@@ -38,61 +38,55 @@ class StagePass:
         micro_batches: Sequence[MicroBatch],
         device: torch.device,
         forward: Callable[[MicroBatch], Tensor],
-        read: Callable[[MicroBatch, Tensor], Any] | None,
-        failed: Callable[[Exception], bool],
+        loss: Callable[[MicroBatch, Tensor], Tensor] | None,
+        failed: Callable[[Exception], None],
+        trains: bool = True,
     ) -> None:
         self.micro_batches, self._model, self._messages = micro_batches, model, messages
-        self._device, self._forward, self._read, self._failed = device, forward, read, failed
-        self._broken = False
+        self._device, self._forward, self._loss, self._failed = device, forward, loss, failed
+        self._trains, self._broken = trains, False
         self._arriving: dict[tuple[Direction, int], tuple[dist.Work, Tensor]] = {}
         self._inputs: dict[int, Tensor | None] = {}
         self._outputs: dict[int, Tensor] = {}
 
     def run(self, each: Instruction) -> None:
-        """Run an instruction of this mini-batch other than "finish"."""
+        """Run an instruction of this pass other than "finish"."""
         verb, _, direction = each.kind.partition("_")
         if verb == "forward":
-            arrived = self._inputs[each.micro] = self._arrived("forward", each.micro)
+            arrived = self._arrived("forward", each.micro)
             out = self._attempt(partial(self._run_forward, each.micro, arrived))
-            self._outputs[each.micro] = self._buffer(each.micro).zero_() if out is None else out
+            if self._trains:
+                self._inputs[each.micro] = arrived
+            if self._trains or self._loss is None:
+                self._outputs[each.micro] = self._buffer(each.micro).zero_() if out is None else out
         elif verb == "backward":
             gradient, arrived = self._arrived("backward", each.micro), self._inputs.pop(each.micro)
             self._attempt(partial(self._outputs.pop(each.micro).backward, gradient))
             if arrived is not None:  # until it is sent
                 self._inputs[each.micro] = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
         elif verb == "receive":
-            self._receive(direction, each.micro)  # type: ignore[arg-type]
+            buffer = self._buffer(each.micro)
+            self._arriving[direction, each.micro] = self._messages.receive(direction, buffer), buffer  # type: ignore[index]
         elif direction == "forward":
             self._messages.send("forward", self._outputs[each.micro])
+            if not self._trains:
+                del self._outputs[each.micro]
         else:
             gradient = self._inputs.pop(each.micro)
             assert gradient is not None
             self._messages.send("backward", gradient)
 
     def run_all(self, instructions: Sequence[Instruction]) -> None:
-        """The whole mini-batch, when no other model trains on these stages."""
+        """The whole pass, when no other model trains on these stages."""
         for each in instructions:
             if each.kind != "finish":
                 self.run(each)
         self.end()
 
-    def infer(self) -> list[Any]:
-        """The forwards alone, each message announced one earlier: the results of `read`."""
-        found, count = [], len(self.micro_batches)
-        for micro in range(-1, count):
-            if micro + 1 < count and not self._messages.first:
-                self._receive("forward", micro + 1)
-            if micro >= 0:
-                found.append(self._run_forward(micro, self._arrived("forward", micro), gradients=False))
-                if self._read is None:
-                    self._messages.send("forward", found.pop())
-        self._messages.flush()
-        return found
-
     def end(self) -> None:
         """After the last instruction."""
         self._messages.flush()
-        assert not self._outputs, "a schedule runs every backward"
+        assert not self._outputs, "a schedule sends every output, or runs its backward"
 
     def _attempt(self, compute: Callable[[], Tensor | None]) -> Tensor | None:
         """The result of a computation; None after an error."""
@@ -100,23 +94,20 @@ class StagePass:
             try:
                 return compute()
             except Exception as error:
-                if is_communication_error(error) or not self._failed(error):
+                if is_communication_error(error):
                     raise
+                self._failed(error)
                 self._broken = True
                 self._outputs = {other: out.detach() for other, out in self._outputs.items()}  # frees activations
         return None
 
-    def _run_forward(self, micro: int, arrived: Tensor | None, gradients: bool = True) -> Any:
+    def _run_forward(self, micro: int, arrived: Tensor | None) -> Tensor:
         if arrived is not None:
-            self._model.set_input_tensor([arrived.requires_grad_(gradients)])
+            self._model.set_input_tensor([arrived.requires_grad_(self._trains)])
         moved = self.micro_batches[micro].to(self._device)
-        with torch.set_grad_enabled(gradients):
+        with torch.set_grad_enabled(self._trains):
             out = self._forward(moved)
-            return out if self._read is None else self._read(moved, out[0])
-
-    def _receive(self, direction: Direction, micro: int) -> None:
-        buffer = self._buffer(micro)
-        self._arriving[direction, micro] = self._messages.receive(direction, buffer), buffer
+            return out if self._loss is None else self._loss(moved, out[0])
 
     def _arrived(self, direction: Direction, micro: int) -> Tensor | None:
         """The message that was announced; None where a stage has no such neighbour."""
