@@ -97,7 +97,6 @@ class OverlappedMove:
             start = time.perf_counter()
             moved = sum(move.result() for move in moves)
             waited = time.perf_counter() - start
-        self._stream.join()
         return moved, max(0.0, moved - waited)
 
     def _move(self, part: int, final: torch.cuda.Event | None, earlier: Sequence[Future[float]]) -> float:
@@ -108,7 +107,6 @@ class OverlappedMove:
             start = time.perf_counter()
             self.transfers[part].run()
             self.transfers[part].release()
-            self._stream.reached(self._stream.mark())
             return time.perf_counter() - start
 
 
