@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +64,13 @@ def move_weights() -> Tensor:
     return found
 
 
-def test_a_transfer_is_ordered_with_the_callers_stream(expected_faults: Faults):
+def test_a_transfer_without_races(expected_faults: Faults):
     move_weights()
     assert not races(expected_faults)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "caller"),
-    [(torch.cuda.Stream, "wait_stream", CopyStream.follow), (CopyStream, "reached", Transfer._run)],
-    ids=["before", "after"],
-)
-def test_a_transfer_needs_its_waits(expected_faults: Faults, monkeypatch, owner: Any, name: str, caller: Callable):
-    removed = remove(monkeypatch, owner, name, caller)
+def test_a_transfer_waits_for_the_callers_stream(expected_faults: Faults, monkeypatch):
+    removed = remove(monkeypatch, torch.cuda.Stream, "wait_stream", CopyStream.follow)
     move_weights()
     assert removed
     assert races(expected_faults)
@@ -95,6 +90,39 @@ def test_memory_is_given_back_when_it_was_read(expected_faults: Faults, monkeypa
         monkeypatch.setattr(CopyStream, "reached", lambda self, mark, timeout=None: None)
     transfer.run()
     torch.cuda.synchronize()
+    assert bool(races(expected_faults)) == removes
+
+
+class Short(Residency):
+    """Memory that a device has not enough of: the third tensor gets none."""
+
+    given = 0
+
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        self.given += 1
+        if self.given == 3:
+            raise torch.OutOfMemoryError("too little memory")
+        return super().acquire(names)
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_the_callers_stream_waits_for_a_transfer_that_failed(expected_faults: Faults, monkeypatch, removes: bool):
+    """Recovery writes the tensors again that it had begun to write."""
+    source = whole(SPEC)
+    held = {name: tensor.to(DEVICE) for name, tensor in values_of(source, 1).items()}
+    got = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+    memory = Short(got, DEVICE)
+    transfer = Transfer(plan(source, source), held, got, acquire=memory)
+    memory.release()
+    torch.cuda.synchronize()
+    removed = remove(monkeypatch, torch.cuda.Stream, "wait_stream", CopyStream.join) if removes else [""]
+    with pytest.raises(torch.OutOfMemoryError):
+        transfer.run()
+    for name, tensor in got.items():
+        if memory.resident(name):
+            tensor.zero_()
+    torch.cuda.synchronize()
+    assert removed
     assert bool(races(expected_faults)) == removes
 
 

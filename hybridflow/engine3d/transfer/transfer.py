@@ -132,6 +132,7 @@ class Transfer:
         try:
             self._run(timeout)
         finally:
+            self._stream.join()  # what was queued before a failure still runs
             self._memory.advance()  # peers that still read after this rank's failure detect it
 
     def _run(self, timeout: float | None) -> None:
@@ -275,8 +276,8 @@ def reached_by(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class CopyStream:
     """The queue of a transfer's copies, and of its messages over `group`.
 
-    On the host, calls complete before they return. On CUDA a separate stream runs beside the caller's: it can `follow`
-    that, and `mark` and `reached` report its progress to the host, which orders later work of all streams.
+    On the host, calls complete before they return. On CUDA a separate stream runs beside the caller's: `follow` and
+    `join` order the two, `mark` and `reached` report its progress to the host.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -292,6 +293,11 @@ class CopyStream:
         """Later queued work waits for the caller's stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Later work of the caller's stream waits for everything queued here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def queued(self) -> Iterator[None]:
