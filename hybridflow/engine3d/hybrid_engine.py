@@ -90,14 +90,16 @@ class OverlappedMove:
         and of `Transfer.run`.
         """
         moves: list[Future[float]] = []
-        with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
-            for part in steps:
-                final = reached_by(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
-                moves.append(helper.submit(self._move, part, final, moves[-1:]))
-            start = time.perf_counter()
-            moved = sum(move.result() for move in moves)
-            waited = time.perf_counter() - start
-        self._stream.join()
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
+                for part in steps:
+                    final = reached_by(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+                    moves.append(helper.submit(self._move, part, final, moves[-1:]))
+                start = time.perf_counter()
+                moved = sum(move.result() for move in moves)
+                waited = time.perf_counter() - start
+        finally:
+            self._stream.join()  # what was queued before a failure still runs
         return moved, max(0.0, moved - waited)
 
     def _move(self, part: int, final: torch.cuda.Event | None, earlier: Sequence[Future[float]]) -> float:
@@ -108,7 +110,6 @@ class OverlappedMove:
             start = time.perf_counter()
             self.transfers[part].run()
             self.transfers[part].release()
-            self._stream.reached(self._stream.mark())
             return time.perf_counter() - start
 
 

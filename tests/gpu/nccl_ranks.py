@@ -18,12 +18,14 @@ import torch.multiprocessing as mp
 Task = Callable[[int, dist.Store, list[dist.ProcessGroup]], object]
 
 
-def run(*tasks: Task, **environment: str) -> list[tuple[int, list[object]]]:
+def run(*tasks: Task, values: dict[str, str] | None = None, **environment: str) -> list[tuple[int, list[object]]]:
     """(exit code, results) of each rank, which runs the tasks in turn; an error is returned as its text.
 
-    A task gets its rank, a store, and two process groups of both ranks.
+    A task gets its rank, a store, which has `values`, and two process groups of both ranks.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (values or {}).items():
+        store.set(name, value)
     context = mp.get_context("spawn")
     queues = [context.SimpleQueue() for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:

@@ -132,6 +132,7 @@ class Transfer:
         try:
             self._run(timeout)
         finally:
+            self._stream.join()  # what was queued before a failure still runs
             self._memory.advance()  # peers that still read after this rank's failure detect it
 
     def _run(self, timeout: float | None) -> None:
@@ -148,7 +149,6 @@ class Transfer:
         while leaving:
             self._take_memory(*leaving.popleft(), timeout)
         self._stream.reached(self._stream.mark(), timeout)
-        self._stream.join()
 
     def release(self) -> None:
         """Give the buffers back; the next run allocates them again."""

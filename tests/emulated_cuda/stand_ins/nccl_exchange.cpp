@@ -65,7 +65,7 @@ void remove_file(const std::string& path) { unlink(path.c_str()); }
 
 double deadline() {
   const char* seconds = getenv("EMULATED_DEADLINE");
-  return seconds ? atof(seconds) : 60;
+  return seconds ? atof(seconds) : 120;
 }
 
 double now() {
