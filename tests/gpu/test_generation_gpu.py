@@ -2,25 +2,214 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import hybridflow as hf
+from hybridflow.engines.call_events import MAPPED
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.vllm import core
+from hybridflow.engines.vllm.engine import VLLMEngine
+from hybridflow.errors import DeviceMemoryError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.topology import RankGrid
 from tests.tiny_models import make_policy, make_prompts, response_log_probs
 
 pytestmark = pytest.mark.gpu
 GREEDY = hf.Sampling(max_tokens=6, greedy=True, ignore_eos=True)
 SMALL: dict[str, Any] = {"memory_fraction": 0.2, "max_sequences": 16, "sampling": GREEDY}
 NEAR = 0.05  # of log-probabilities in bfloat16
+MIB = 1 << 20
+numbers = itertools.count()
+modes = pytest.mark.parametrize("eager", [True, False], ids=["eager", "sleep mode"])
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def build(world, policy) -> Iterator[Any]:
+    """Starts engines with the policy's weights, on the first device; the last is closed after the test."""
+    engines: list[VLLMEngine] = []
+
+    def build(path: Path = policy, **settings: Any) -> VLLMEngine:
+        grid = RankGrid(p_g=1, t_g=1)
+        context = world.context(f"generation-{next(numbers)}", grid)
+        strategy = hf.VLLM(**{**SMALL, **settings})
+        engines.append(VLLMEngine(context, strategy, grid.generation(), ModelSpec.from_checkpoint(path), path))
+        Checkpoint(path).read_into(engines[-1].layout(), 0, engines[-1].storage())
+        engines[-1].weights_changed()
+        return engines[-1]
+
+    yield build
+    for engine in engines[-1:]:
+        engine.close()
+
+
+def error_of(engine: VLLMEngine, policy: Path, prompts: hf.Batch | None = None) -> float:
+    """Largest difference of log-probabilities from those of transformers, in float32."""
+    prompts = make_prompts(4) if prompts is None else prompts
+    rows = [several[0] for several in engine.generate(prompts["prompt_ids"].tolist(), GREEDY)]
+    drawn = prompts.with_columns(response_ids=hf.Ragged.from_rows([torch.tensor(row.token_ids) for row in rows]))
+    found = torch.tensor([value for row in rows for value in row.log_probs])
+    return float((found - response_log_probs(policy, drawn).values).abs().max())
+
+
+def free() -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def filled(left: int) -> Tensor:
+    """Takes the device's memory, except for about `left` bytes."""
+    return torch.empty(free() - left, dtype=torch.uint8, device="cuda")
+
+
+@modes
+def test_engines_follow_one_another(build, policy, eager):
+    """Whether they are closed awake or asleep, and they leave nothing."""
+    left = []
+    for turn in range(4):
+        engine = build(eager=eager)
+        assert error_of(engine, policy) < NEAR
+        if turn % 2:
+            engine.sleep()
+            engine.memory().release()
+        engine.close()
+        left.append((free(), torch.cuda.memory_allocated()))
+    assert left[1] == left[2] == left[3]
+
+
+def test_a_closed_engine_frees_its_memory_while_somebody_holds_it(build):
+    """Its tensors are gone with the last reference."""
+    engine = build()
+    before, storage = free(), engine.storage()
+    engine.close()
+    gained = free() - before
+    assert gained > 0.15 * torch.cuda.mem_get_info()[1]
+    with pytest.raises(hf.errors.PlacementError, match="Drop all tensors of its storage"):
+        build()
+    assert len(storage) > 3
+    del storage
+    gc.collect()
+    assert build().cache_bytes
+
+
+def test_closing_maps_nothing(build, policy):
+    """Training may have taken the memory of an engine that sleeps."""
+    engine = build()
+    engine.sleep()
+    engine.memory().release()
+    memory = filled(left=8 * MIB)
+    engine.close()
+    assert free() < 64 * MIB
+    del memory
+    assert error_of(build(), policy) < NEAR
+
+
+@modes
+def test_memory_that_is_lacking_when_it_wakes(build, policy, eager):
+    """It sleeps on, and wakes when there is room again."""
+    engine = build(eager=eager)
+    engine.sleep()
+    engine.memory().offload()
+    memory = filled(left=MIB)
+    before = free()
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.wake()
+        assert (free(), engine.cache_bytes) == (before, 0)
+    if not eager:  # such small tensors may fit into what torch keeps
+        with pytest.raises(torch.OutOfMemoryError, match=r"weights need .* bytes, .* are free"):
+            engine.memory().acquire()
+    del memory
+    engine.memory().acquire()
+    engine.wake()
+    assert error_of(engine, policy) < NEAR
+
+
+@modes
+def test_memory_that_is_lacking_at_the_start(build, policy, eager):
+    with pytest.raises(DeviceMemoryError, match=r"memory_fraction=0.001\) asks for .* Use a higher memory_fraction"):
+        build(eager=eager, memory_fraction=0.001)
+    before, memory = free(), filled(left=torch.cuda.mem_get_info()[1] // 2)
+    with pytest.raises(DeviceMemoryError, match=r"memory_fraction=0.7\) asks for .* Use a lower memory_fraction"):
+        build(eager=eager, memory_fraction=0.7)
+    del memory
+    assert abs(before - free()) < 4 * MIB
+    assert error_of(build(eager=eager), policy) < NEAR
+
+
+def test_memory_counts_where_it_is(build):
+    """torch counts tensors of a sleeping engine, too."""
+    before = MAPPED.now()
+    engine = build()
+    awake = MAPPED.now()
+    assert awake == torch.cuda.memory_allocated()
+    assert awake - before > engine.cache_bytes
+    engine.sleep()
+    engine.memory().offload()
+    asleep = MAPPED.now()
+    assert asleep - before < 0.1 * (awake - before)
+    assert MAPPED.peak(restart=True) >= awake
+    assert MAPPED.peak() < awake
+    engine.wake()
+    assert awake > MAPPED.peak() > asleep
+    engine.memory().acquire()
+    assert MAPPED.now() == MAPPED.peak() == awake
+
+
+def test_a_cache_is_written_once_when_it_wakes(build, monkeypatch):
+    engine, written = build(), list[int]()
+    monkeypatch.setattr("hybridflow.engines.vllm.engine.zero_pages", lambda storage: written.append(storage.nbytes()))
+    engine.sleep()
+    engine.wake()
+    assert sum(written) == len(set(written)) * written[0] < 0.2 * torch.cuda.mem_get_info()[1]
+
+
+def test_long_prompts_take_several_steps(build, tmp_path, monkeypatch):
+    """A context does not decide how much memory a step takes."""
+    path = make_policy(tmp_path, max_position_embeddings=16384)
+    engine = build(path)
+    assert engine._runner().max_num_tokens == 8192
+    engine.close()
+    monkeypatch.setattr(core, "_STEP_TOKENS", 32)
+    prompts = hf.Batch({"prompt_ids": hf.Ragged.from_rows([torch.arange(n) % 40 + 3 for n in (90, 5, 33)])})
+    engine = build(path)
+    assert engine._runner().max_num_tokens == 32
+    assert error_of(engine, path, prompts=prompts) < NEAR
+
+
+class Host(hf.Worker):
+    """Takes memory of the host's device."""
+
+    role = "host"
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+
+    @register(ONE_TO_ALL, blocking=True)
+    def fill(self, left: int) -> None:
+        self.memory = filled(left)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def empty(self) -> None:
+        self.memory = None
+        torch.cuda.empty_cache()
+
+    @register(ONE_TO_ALL, blocking=True)
+    def cudnn_attention(self) -> bool:
+        return torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +223,20 @@ def pool() -> Iterator[hf.ResourcePool]:
 
 
 def test_ranks_that_see_their_own_device_only_share_layers(pool, policy):
-    """Also where vLLM's own all-reduce would ask for the devices of its peers."""
-    prompts = make_prompts(4)
-    rollout = hf.RolloutWorker.on(pool, model=str(policy), generate=hf.VLLM(tp=2, **SMALL))
-    found = rollout.generate_sequences(prompts).get()
-    rollout.close()
+    """Also where vLLM's own all-reduce would ask for the devices of its peers. A call without memory can be made again,
+    and training computes the same in hosts with and without vLLM."""
+    host = Host.on(pool)
+    assert not any(host.cudnn_attention())
+    rollout = hf.RolloutWorker.on(pool, model=str(policy), generate=hf.VLLM(tp=2, **SMALL), offload=True)
+    host.fill(left=8 * MIB)
+    with pytest.raises(DeviceMemoryError, match=r"rollout\.generate_sequences .*out of device memory.*are free"):
+        rollout.generate_sequences(make_prompts(4)).get()
+    host.empty()
+    found = rollout.generate_sequences(make_prompts(4)).get()
     exact = response_log_probs(policy, found)
     assert (found["log_probs"].values - exact.values).abs().max() < NEAR
+    rollout.close()
+    host.fill(left=torch.cuda.mem_get_info()[1] // 2)
+    with pytest.raises(DeviceMemoryError, match=r"memory_fraction=0.7\) asks for .*In it: .*Planned for generation"):
+        hf.RolloutWorker.on(pool, model=str(policy), generate=hf.VLLM(tp=2, **SMALL | {"memory_fraction": 0.7}))
+    host.close()

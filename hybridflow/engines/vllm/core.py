@@ -58,7 +58,7 @@ def start_core(
     if not eager:
         _prepare_allocator()
     with ExitStack() as undo:
-        undo.callback(groups.remove)  # a failed start leaves nothing behind
+        undo.callback(_forget, groups)  # a failed start leaves nothing behind
         with groups.installing(), nullcontext() if probe is None else probe.installed():
             config = _config(strategy, spec, checkpoint, device)
             try:
@@ -98,6 +98,17 @@ def memory(
     return PooledMemory(tensors, buffers, lambda: _unmap(tag), lambda: _map_back(tag))
 
 
+def _forget(groups: isolation.ReplicaGroups) -> None:
+    """Empty the globals in which vLLM keeps what belongs to an engine, and thaw the heap, which it freezes."""
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.v1.worker.workspace import reset_workspace_manager
+
+    rotary_embedding._ROPE_DICT.clear()
+    reset_workspace_manager()
+    groups.remove()
+    gc.unfreeze()
+
+
 def stop_core(core: EngineCore, groups: isolation.ReplicaGroups) -> None:
     """vLLM's own shutdown would destroy the process's torch.distributed, so its parts are called one by one.
 
@@ -109,8 +120,7 @@ def stop_core(core: EngineCore, groups: isolation.ReplicaGroups) -> None:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         core.structured_output_manager.clear_backend()
-        groups.remove()
-    gc.unfreeze()  # vLLM freezes the heap when it starts
+        _forget(groups)
 
 
 def collect(device: torch.device) -> None:

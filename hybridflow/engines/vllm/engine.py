@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.offloadable import Memory
+from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
 from hybridflow.engines.contract import Row, RowSource
 from hybridflow.engines.process_groups import RankContext
@@ -82,7 +82,7 @@ class VLLMEngine:
             self._layout = self._layout_of(probe)
             self._flat = flat_storages(self._layout.regions(context.rank))
             caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
-            self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
+            self._cache: Memory = memory(self._core, "kv_cache", caches, eager=self._eager)
             requests, keeps = RequestMaker(self.checkpoint), strategy.kv == "keep"
             self._loop = EngineLoop(self._core, requests, self._groups.of_first, self.max_length, keeps)
         except BaseException as error:
@@ -387,7 +387,7 @@ class VLLMEngine:
         if self._core is not None:
             self._cache.release()
             self.memory().release()
-            self._weights = None
+            self._weights, self._cache = None, Residency({}, self.device)
             self._loop.close()
             self._shut_down()
 
