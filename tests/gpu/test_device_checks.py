@@ -105,28 +105,6 @@ def test_pinned_memory_read_before_a_copy_arrived(expected_faults: Faults, waits
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_pinned_memory_read_by_a_copy_of_another_stream(expected_faults: Faults, waits: bool):
-    stream, pinned = torch.cuda.Stream(), torch.empty(8, pin_memory=True)
-    pinned.copy_(ones(8), non_blocking=True)
-    if waits:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = pinned.to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
-    assert (float(found[0]) == 1) == waits
-    assert ("race" in kinds(expected_faults)) == (not waits)
-
-
-def test_copies_of_a_stream_use_pinned_memory_again():
-    pinned, total = torch.zeros(8, pin_memory=True), torch.zeros(8, device="cuda")
-    for _ in range(3):
-        total = pinned.to("cuda", non_blocking=True) + 1
-        pinned.copy_(total, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    assert pinned.tolist() == [3.0] * 8
-
-
-@pytest.mark.parametrize("waits", [True, False])
 def test_pinned_memory_overwritten_while_a_copy_reads_it(expected_faults: Faults, waits: bool):
     pinned = torch.ones(8, pin_memory=True)
     copied = pinned.to("cuda", non_blocking=True)
