@@ -167,8 +167,9 @@ def place(
     if session.traces:
         if session.backend.checks:
             ranks = ranks_on(worker_class, pool, settings, role, grid)
-            _check_memory(pool, [ranks], session.backend.checked)
-            session.backend.checked.append(ranks)
+            checked = session.backend.checked
+            _check_memory(pool, [ranks], [one for open_, one in checked.items() if open_ in session.groups])
+            checked[role] = ranks
             settings = dict(ranks.settings)
         return WorkerGroup(session, session.backend.ranks(worker_class, settings, role))
     if planned_for is None and session.assignment is not None:
