@@ -5,28 +5,25 @@ Ray counts what NVIDIA's driver lists: also where torch is a CPU build, or one f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from hybridflow.errors import PlacementError
 
-DRIVERS: Mapping[str, int] = MappingProxyType({"13": 580, "12": 525})
-"""The oldest branch of the driver for each CUDA, by its major version (table 2 of CUDA's release notes)."""
+_DRIVERS = {"13": 580, "12": 525}  # the oldest branch for each CUDA, by major version: its release notes, table 2
 
 
 def cuda_problem(torch: str, cuda: str | None, driver: str, said: str = "") -> str:
     """Why torch cannot use the devices that the driver lists, and the cure: for torch's version, the CUDA that it was
     built for (None: a CPU build), the driver's version ("": unknown), and what torch `said`."""
     found, branch = f"NVIDIA's driver {driver or '(of unknown version)'} lists devices", driver.partition(".")[0]
-    needed = DRIVERS.get((cuda or "").partition(".")[0])
+    needed = _DRIVERS.get((cuda or "").partition(".")[0], 0)
     if not cuda:
         return (
             f"{found}, and torch {torch} is a CPU build. Install the CUDA build (pip install 'hybridflow[gpu]' in a "
             f"fresh environment), or set CUDA_VISIBLE_DEVICES= (empty) before Ray starts to run on the CPU."
         )
-    if needed and branch.isdigit() and int(branch) < needed:
+    if branch.isdigit() and int(branch) < needed:
         return (
             f"{found}, and torch {torch} is built for CUDA {cuda}, which needs driver {needed} or newer. Install a "
             f"newer driver, or NVIDIA's cuda-compat package for CUDA {cuda} on data center GPUs."
@@ -34,25 +31,18 @@ def cuda_problem(torch: str, cuda: str | None, driver: str, said: str = "") -> s
     return f"{found}, and torch {torch} (built for CUDA {cuda}) cannot use them: {said}. Try `nvidia-smi`, then reboot."
 
 
-def check_build() -> None:
-    """Where devices were counted. Errors: PlacementError for a torch that is a CPU build."""
+def check_cuda(index: int | None = None) -> None:
+    """Make device `index` this thread's; None: look at torch's build only. Errors: PlacementError with the cure."""
     import torch
 
-    if not torch.backends.cuda.is_built():
-        raise PlacementError(cuda_problem(torch.__version__, None, driver_version()))
-
-
-def check_cuda(index: int) -> None:
-    """Make device `index` this thread's. Errors: PlacementError with driver, build and cure if torch cannot use it."""
-    import torch
-
-    check_build()
     try:
-        torch.cuda.init()
-        torch.cuda.set_device(index)
-    except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise PlacementError(cuda_problem(torch.__version__, torch.version.cuda, driver_version(), said)) from error
+        assert torch.backends.cuda.is_built()
+        if index is not None:
+            torch.cuda.init()
+            torch.cuda.set_device(index)
+    except (RuntimeError, AssertionError) as error:
+        said, (driver, _) = " ".join(str(error).split()), driver_answers()
+        raise PlacementError(cuda_problem(torch.__version__, torch.version.cuda, driver, said)) from error
 
 
 def device_index(assigned: Sequence[int | str], visible: str | None) -> int:
@@ -66,26 +56,15 @@ def device_index(assigned: Sequence[int | str], visible: str | None) -> int:
     return shown.index(own[0]) if own and own[0] in shown else 0
 
 
-def driver_version() -> str:
-    """Of the driver on this machine; "" without one."""
-    return _asked(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or ""
-
-
-def device_memory() -> int | None:
-    """Bytes of this machine's largest device; None without one."""
-    return _asked(lambda nvml: max(map(partial(_memory, nvml), range(nvml.nvmlDeviceGetCount())), default=None))
-
-
-def _memory(nvml: Any, index: int) -> int:
-    return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index)).total)
-
-
-def _asked(question: Callable[[Any], Any]) -> Any:
-    """The driver's answer; None where there is no driver."""
+def driver_answers() -> tuple[str, int | None]:
+    """The driver's version, and the bytes of its largest device; ("", None) where there is no driver."""
     from ray._private.thirdparty import pynvml  # by which Ray counts devices
 
+    nvml: Any = pynvml
     try:
-        pynvml.nvmlInit()
-        return question(pynvml)
-    except pynvml.NVMLError:
-        return None
+        nvml.nvmlInit()
+        devices = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        sizes = [int(nvml.nvmlDeviceGetMemoryInfo(device).total) for device in devices]
+        return str(nvml.nvmlSystemGetDriverVersion()), max(sizes, default=None)
+    except nvml.NVMLError:
+        return "", None

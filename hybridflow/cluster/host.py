@@ -73,7 +73,8 @@ class Host:
     def __post_init__(self) -> None:
         for package in _CHATTY:
             warnings.filterwarnings("ignore", module=package)
-        torch.set_num_threads(self.threads)
+        own = os.environ.get("OMP_NUM_THREADS", "1")  # the user's, at `ray start` too; without one Ray sets 1
+        torch.set_num_threads(self.threads if own == "1" else int(own))
         torch.backends.cuda.enable_cudnn_sdp(False)  # vLLM's import does: training computes the same without it
         index = device_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")

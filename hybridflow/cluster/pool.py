@@ -14,7 +14,7 @@ import ray.exceptions
 from hybridflow.cluster.backend import HostProcess, RankGroup
 from hybridflow.cluster.cluster_tables import pool_table
 from hybridflow.cluster.controller_worker import ControllerWorker
-from hybridflow.cluster.cuda_driver import device_memory
+from hybridflow.cluster.cuda_driver import driver_answers
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.interactive import current_cell
@@ -183,11 +183,10 @@ class ResourcePool:
         return found
 
     def device_memory(self) -> int | None:
-        """Bytes of the pool's smallest device, when its processes have started; None on the CPU, or where unknown. In
-        a trace of the largest device of this machine, unless the run would join another cluster."""
-        if not self.session.has_cuda or self.session.traces:
-            local = self.session.has_cuda and "RAY_ADDRESS" not in os.environ
-            return device_memory() if local else None
+        """Bytes of the smallest device, once its host has started; in a trace of this machine's largest, which the run
+        will have without RAY_ADDRESS. None where unknown, and on the CPU."""
+        if self.session.traces or not self.session.has_cuda:
+            return driver_answers()[1] if self.session.has_cuda and "RAY_ADDRESS" not in os.environ else None
         self.devices()  # asks
         refs = [ref for ref in self._reserved.about.values() if isinstance(ref, ray.ObjectRef)]
         with stage("starting host processes"):

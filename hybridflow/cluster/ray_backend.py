@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.cluster.backend import CONTROLLER, Deadlines, HostProcess, RankCall, RankGroup, node_numbers
 from hybridflow.cluster.connection import Termination, connect
-from hybridflow.cluster.cuda_driver import check_build
+from hybridflow.cluster.cuda_driver import check_cuda
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.held_calls import HeldCall
 from hybridflow.cluster.host import Host
@@ -71,11 +71,7 @@ class RayBackend:
             self.has_cuda = any(self.accelerators)
             atexit.register(self.close)
             if self.has_cuda and self.started_ray:
-                try:
-                    check_build()
-                except BaseException:
-                    self.close()
-                    raise
+                check_cuda()
 
     @property
     def started_ray(self) -> bool:

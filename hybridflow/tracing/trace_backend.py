@@ -99,7 +99,7 @@ class TraceBackend:
         self.program = GraphBuilder()
         self.sampled: SampledRows | None = None
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
-        self.checked: list[RankGroup] = []  # the ranks that groups would have
+        self.checked: dict[str, RankGroup] = {}  # the ranks that groups would have
         self._sequence, self.incidents = itertools.count(1), Incidents()
         self._recording = self._has_loader = self.guessed = self.elastic = False
         self._reads_of_driver, self._trained_most = True, 0

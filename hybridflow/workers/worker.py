@@ -167,14 +167,16 @@ def place(
     if session.traces:
         if session.backend.checks:
             ranks = ranks_on(worker_class, pool, settings, role, grid)
-            session.backend.checked.append(_check_memory(pool, [ranks], session.backend.checked)[0])
+            checked = session.backend.checked
+            _check_memory(pool, [ranks], [one for open_, one in checked.items() if open_ in session.groups])
+            checked[role] = ranks
             settings = dict(ranks.settings)
         return WorkerGroup(session, session.backend.ranks(worker_class, settings, role))
     if planned_for is None and session.assignment is not None:
         planned_for = session.assignment.groups.get(role)
     if planned_for is not None:
         return _on_placement(worker_class, pool, planned_for, settings, role, grid)
-    (ranks,) = _check_memory(pool, [ranks_on(worker_class, pool, settings, role, grid)])
+    _check_memory(pool, [ranks := ranks_on(worker_class, pool, settings, role, grid)])
     return WorkerGroup(session, ranks)
 
 
@@ -195,24 +197,18 @@ def _on_placement(
     return WorkerGroup(pool.session, ranks[0], ranks[1:], schedule)
 
 
-def _check_memory(
-    pool: ResourcePool, new: Sequence[RankGroup], placed: Sequence[RankGroup] | None = None
-) -> Sequence[RankGroup]:
-    """`new`, if what it and the groups `placed` on its devices (default: the session's) keep there fits.
-
-    Errors: PlacementError, before a rank is built. Groups whose memory the planner does not know count as nothing.
-    """
+def _check_memory(pool: ResourcePool, new: Sequence[RankGroup], placed: Sequence[RankGroup] = ()) -> None:
+    """Errors: PlacementError, before a rank is built, where a device cannot hold what `new` ranks and those that are
+    `placed` there (default: the session's) keep on it. What the planner does not know counts as nothing."""
     if (memory := pool.device_memory()) is None:
-        return new
-    if placed is None:
-        groups = pool.session.groups.values()
-        asleep = {id(part) for group in groups for part in group.sleeping.values()}  # without memory
-        placed = [part for group in groups for part in group.all_ranks if id(part) not in asleep]
+        return
+    groups = pool.session.groups.values()
+    asleep = {id(part) for group in groups for part in group.sleeping.values()}  # without memory
+    placed = placed or [part for group in groups for part in group.all_ranks if id(part) not in asleep]
     known = [(one, own) for one in (*placed, *new) if one.pool_name == pool.name and (own := _placed_group(one))]
     for there in {tuple(n for n, (one, _) in enumerate(known) if device in one.members) for device in new[0].members}:
         if why := check_resident([known[n][1] for n in there], memory):
             raise PlacementError(f"{new[0].name} does not fit on its devices: {why}")
-    return new
 
 
 def _placed_group(ranks: RankGroup) -> PlacedGroup | None:

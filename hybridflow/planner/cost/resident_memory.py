@@ -82,33 +82,25 @@ class PlacedGroup:
 
 def check_resident(groups: Sequence[PlacedGroup], device: float) -> str:
     """Why the groups, all on one device of `device` bytes, do not fit, and what to change; "" where they may."""
-    phases = [
-        (f"{group.name} {phase}", {one.name: one.resident(phase * (one is group), device) for one in groups})
-        for group in groups
-        for phase in group.phases
-    ]
-    phase, most = max(phases, key=lambda found: _total(found[1]), default=("", {}))
-    if (total := _total(most)) <= device:
+    total, phase, most = max(
+        (
+            (sum(sum(own.values()) for own in found.values()), f"{group.name} {phase}", found)
+            for group in groups
+            for phase in group.phases
+            if (found := {one.name: one.resident(phase * (one is group), device) for one in groups})
+        ),
+        key=lambda found: found[0],
+        default=(0.0, "", {}),
+    )
+    if total <= device:
         return ""
     parts = [f"{name} {kind} {size / GIB:.1f} GiB" for name, own in most.items() for kind, size in own.items()]
+    shares = [group.settings["generate"].memory_fraction for group in groups if phase == f"{group.name} generates"]
+    fits = [
+        f"VLLM(memory_fraction={int(100 * share) / 100:g})" for one in shares if (share := one + 1 - total / device) > 0
+    ]
+    cures = [*fits, "offload= of these groups", "larger tp or pp, FSDP() or ZeRO(stage=3)", "more devices"]
     return (
         f"while {phase}, a device of {device / GIB:.1f} GiB would have {total / GIB:.1f} GiB, activations not counted: "
-        f"{', '.join(parts)}. Change one of: {'; '.join(_cures(groups, phase, total, device))}."
+        f"{', '.join(parts)}. Change one of: {'; '.join(cures)}."
     )
-
-
-def _cures(groups: Sequence[PlacedGroup], phase: str, total: float, device: float) -> list[str]:
-    found = list[str]()
-    for group in groups:
-        generate: VLLM | None = group.settings.get("generate")
-        if generate is not None and phase == f"{group.name} generates":
-            fits = int(100 * (generate.memory_fraction - (total - device) / device)) / 100
-            found += [f"{group.name} VLLM(memory_fraction={fits:g}) or less"] if fits > 0 else []
-            found += [f'{group.name} offload=("optimizer", "gradients")'] if "updates" in group.phases else []
-        elif group.settings.get("offload") is False:
-            found.append(f"{group.name} offload=True")
-    return [*found, "larger tp or pp, FSDP() or ZeRO(stage=3)", "more devices"]
-
-
-def _total(groups: Mapping[str, Mapping[str, float]]) -> float:
-    return sum(sum(own.values()) for own in groups.values())

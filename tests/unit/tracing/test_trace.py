@@ -464,20 +464,26 @@ def test_groups_that_no_device_can_hold_are_refused_before_anything_starts(tmp_p
         pool = hf.ResourcePool(2)
         settings = {"model": model, "train": hf.Megatron(tp=2)}
         generate = hf.VLLM(memory_fraction=0.6, max_length=16, sampling=hf.Sampling(max_tokens=4))
-        hf.ActorWorker.on(pool, **settings, optim=hf.Adam(lr=1.0), generate=generate)
+        actor = hf.ActorWorker.on(pool, **settings, optim=hf.Adam(lr=1.0), generate=generate)
         hf.ReferenceWorker.on(pool[0:1], model=model, train=hf.FSDP())
+        if closes:
+            actor.close()
         hf.CriticWorker.on(pool, **settings, optim=hf.Adam(lr=1.0))
 
+    closes = False
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     parameters = read_spec(model, "lm", hf.Megatron()).num_parameters
-    monkeypatch.setattr("hybridflow.cluster.pool.device_memory", lambda: 36 * parameters)
+    monkeypatch.setattr("hybridflow.cluster.pool.driver_answers", lambda: ("580", 36 * parameters))
     check_driver(driver)  # without CUDA
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(PlacementError, match=r"critic does not fit on its devices: while actor gen.*reference we"):
         check_driver(driver)
-    monkeypatch.setattr("hybridflow.cluster.pool.device_memory", lambda: 60 * parameters)
+    closes = True
     check_driver(driver)
-    monkeypatch.setattr("hybridflow.cluster.pool.device_memory", lambda: 1)
+    closes = False
+    monkeypatch.setattr("hybridflow.cluster.pool.driver_answers", lambda: ("580", 60 * parameters))
+    check_driver(driver)
+    monkeypatch.setattr("hybridflow.cluster.pool.driver_answers", lambda: ("580", 1))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_driver(driver)  # the devices of that cluster are unknown
 
