@@ -68,6 +68,7 @@ def agree(
         number = check()
     except Exception as raised:  # any error: the other ranks must know before anything else
         error = raised
+        traceback.clear_frames(error.__traceback__)  # which hold the activations of a failed pass
     if context.grid.size == 1:
         if error is not None:
             raise error
@@ -178,22 +179,24 @@ class Operations:
         """Undo on this rank, with `together` on all. Returns why the state is unknown, the same on all; "" if it is
         not."""
         groups, device = self._context.groups, self._context.device
+
+        def mine() -> str:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                    groups.check()
+                undo()
+            except Exception as error:  # any: peers wait for the answer
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        if not together:
+            return mine()
         try:
-            if together and (unlike := _unlike(of_every_rank(self._context, groups.collectives()))):
+            if unlike := _unlike(of_every_rank(self._context, groups.collectives())):
                 return f"its ranks had begun different collectives ({unlike})"
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        why = ""
-        try:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-                groups.check()
-            undo()
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        try:
-            return next(filter(None, of_every_rank(self._context, why) if together else [why]), "")
-        except Exception as error:
+            return next(filter(None, of_every_rank(self._context, mine())), "")
+        except Exception as error:  # a peer that is gone
             return f"{type(error).__name__}: {error}"
 
     def _break(self, name: str, error: BaseException, why: str) -> None:

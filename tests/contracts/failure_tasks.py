@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,14 +216,19 @@ def stepping(
     world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any, place: str, ranks: Sequence[int]
 ) -> dict[str, Any]:
     """A step fails before it changes anything (`norm`, `gradients`) or while it does (`update`)."""
-    unlucky, other = (build(world, f"{name}-{i}", strategy, size, path, optimizer) for i in range(2))
+    timeout = 4.0 if place == "update" else None  # with ZeRO, peers wait for parameters of this rank
+    unlucky, other = (build(world, f"{name}-{i}", strategy, size, path, optimizer, timeout) for i in range(2))
     for engine in (unlucky, other):
         update(engine, world, 0)
     rows, loss = rows_of(unlucky, world, 5), loss_of("lm")
     unlucky.forward_backward(rows, loss, loss.outputs)
     where = {"norm": (unlucky._shards, "square_sum"), "gradients": (unlucky._shards, "main_gradients")}
     target, method = where.get(place, (unlucky._optimizer.torch, "step"))
-    with mock.patch.object(target, method, side_effect=Injected(place)) if world.rank in ranks else nullcontext():
+    with ExitStack() as stack:
+        if place == "update":
+            stack.enter_context(mock.patch.object(agreement, "FAIL_SECONDS", 0.5))
+        if world.rank in ranks:
+            stack.enter_context(mock.patch.object(target, method, side_effect=Injected(place)))
         found: dict[str, Any] = {"error": error_of(unlucky.step)}
     if place == "update":
         return found | {"refused": refusals(unlucky, world)}
@@ -322,7 +328,9 @@ def runs_out(
         with nearly_full(room):
             found["errors"].append(error_of(partial(unlucky.forward_backward, rows, loss, loss.outputs)))
         unlucky.zero_grad()
-        found["left"].append(torch.cuda.memory_allocated())
+        gc.collect()
+        if found["errors"][-1]:
+            found["left"].append(torch.cuda.memory_allocated())
         results = [update(engine, world, seed) for engine in (unlucky, other)]
         found["differs"] += [] if results[0] == results[1] else [f"{room}: {results}"]
         found["differs"] += [f"{room}: {what}" for what in differences(unlucky, other)]

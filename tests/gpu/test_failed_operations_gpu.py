@@ -29,7 +29,7 @@ STRATEGIES: dict[str, Any] = {
     "megatron": Megatron(**SMALL),
 }
 ADAM = Adam(lr=0.02, eps=1e-3, clip_grad=0.7)
-ROOMS = [1 << exponent for exponent in range(12, 22)]
+ROOMS = [1 << exponent for exponent in range(13, 22, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_pass_that_fails_leaves_nothing(world, path, name):
 def test_a_pass_that_runs_out_of_memory_leaves_nothing(world, path, name):
     """Wherever it does: with more room, it comes further."""
     found = tasks.runs_out(world, f"full-{name}", STRATEGIES[name], path, ADAM, ROOMS)
-    assert sum("OutOfMemoryError" in error for error in found["errors"]) > 2
+    assert sum("OutOfMemoryError" in error for error in found["errors"]) > 1
     assert all("OutOfMemoryError" in error for error in found["errors"] if error)
     assert found["differs"] == []
     assert len(set(found["left"])) == 1
