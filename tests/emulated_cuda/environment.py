@@ -51,7 +51,7 @@ def has_gpu() -> bool:
 
 
 def is_ready() -> bool:
-    return (wheels() / ".ready").exists() and (stand_ins() / ".ready").exists()
+    return (wheels() / ".compiled").exists() and (stand_ins() / ".ready").exists()
 
 
 def variables(shared: str) -> dict[str, str]:
@@ -96,8 +96,24 @@ def set_up() -> None:
                 include = next((wheels() / "headers").rglob("cuda_runtime_api.h")).parent
                 build(wheels(), include, out)
                 (out / ".ready").touch()
+            compile_imports(setup_env)
     except (BuildError, setup_env.SetupError) as error:
         raise SystemExit(f"set-up of emulated CUDA failed: {error}") from error
+
+
+def compile_imports(setup_env) -> None:
+    """Write the bytecode of what every process of a run imports, which takes longer than most tests."""
+    done = wheels() / ".compiled"
+    if done.exists():
+        return
+    setup_env.say("compiling what every run imports")
+    with tempfile.TemporaryDirectory() as shared:
+        environment = variables(shared) | {"PYTHONDONTWRITEBYTECODE": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+        command = [sys.executable, "-W", "ignore", "-c", setup_env.IMPORTED_BY_EVERY_RUN]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise setup_env.SetupError(f"the CUDA wheels do not import:\n{found.stderr}")
+    done.touch()
 
 
 def install_wheels(setup_env) -> None:

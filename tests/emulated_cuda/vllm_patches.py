@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tests.emulated_cuda import graph_kernels, operators
 from tests.emulated_cuda.runtime import alias, current_stream, launch, quiet, touch
+from tests.emulated_cuda.vllm_experts import EXPERT_OPERATORS, experts_matmul
 from tests.emulated_cuda.vllm_kernels import OPERATORS, flash_attention
 
 GRAPH_SIZES = (1, 4, 16)  # rows of a decode step
@@ -51,7 +53,7 @@ def replayed(function: Callable, given: list, named: dict, fresh: list) -> Calla
 
 
 def own_operators(_: ModuleType) -> None:
-    for space, kernels in OPERATORS.items():
+    for space, kernels in {**OPERATORS, "_moe_C": EXPERT_OPERATORS}.items():
         library = torch.library.Library(space, "IMPL")
         _libraries.append(library)
         for name, function in kernels.items():
@@ -91,6 +93,12 @@ def attention(module: ModuleType) -> None:
     module.get_scheduler_metadata = lambda *args, **kwargs: torch.zeros(1, dtype=torch.int32, device="cuda")
 
 
+def experts(module: ModuleType) -> None:
+    kernel = as_kernel(experts_matmul, "experts_matmul", ("C",))
+    names = list(inspect.signature(module.invoke_fused_moe_triton_kernel).parameters)
+    module.invoke_fused_moe_triton_kernel = lambda *args, **kwargs: kernel(**dict(zip(names, args)), **kwargs)
+
+
 def sampling(module: ModuleType) -> None:  # Triton's interpreter cannot run this kernel
     module.apply_top_k_top_p_triton = module.apply_top_k_top_p_pytorch
 
@@ -119,6 +127,7 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "vllm.engine.arg_utils": no_inductor,
     "vllm._custom_ops": own_operators,
     "vllm.vllm_flash_attn": attention,
+    "vllm.model_executor.layers.fused_moe.fused_moe": experts,
     "vllm.v1.sample.ops.topk_topp_sampler": sampling,
     "vllm.v1.worker.gpu_worker": no_warmup,
 }

@@ -1,5 +1,5 @@
-// Copies. Those to pinned memory arrive when the host has waited for them (0xFF until then: not a number); pinned memory
-// that a copy reads must not change until then. The device sees its own copies at once.
+// Copies. Those to pinned memory arrive when the host has waited for them (0xFF until then: not a number); pinned
+// memory that a copy reads must not change until then. The device sees its own copies at once.
 #include <algorithm>
 #include <cstring>
 

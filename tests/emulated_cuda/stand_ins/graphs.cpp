@@ -54,7 +54,8 @@ void record(int stream, std::function<void(int)> node, bool queues) {
 
 void record_access(const void* pointer, size_t size, int stream, bool write, const char* operation) {
   auto& capture = *by_stream[stream];
-  if (write && block_of(device_blocks(), pointer)) capture.overwritten.emplace_back((char*)pointer, std::string((const char*)pointer, size));
+  if (write && block_of(device_blocks(), pointer))
+    capture.overwritten.emplace_back((char*)pointer, std::string((const char*)pointer, size));
   std::string name = operation;
   capture.graph->nodes.push_back(
       {[=](int on) { access(pointer, size, on, write, name.c_str()); }, false, -1});

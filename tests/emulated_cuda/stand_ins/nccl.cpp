@@ -229,8 +229,8 @@ API Result ncclReduce(const void* from, void* to, size_t count, int type, int op
                       cudaStream_t stream) {
   size_t size = count * size_of(type);
   bool receives = group->rank == root;
-  return collective(group, label_of("ncclReduce", count, type, operation), {from, size, to, receives ? size : 0}, stream,
-                    [=](Contributions& ranks) {
+  return collective(group, label_of("ncclReduce", count, type, operation), {from, size, to, receives ? size : 0},
+                    stream, [=](Contributions& ranks) {
                       if (!receives) return;
                       auto out = reduced(ranks, type, operation, 0, count);
                       memcpy(to, out.data(), out.size());
@@ -296,7 +296,8 @@ static Part receive_part(Communicator* group, void* to, size_t size, int peer) {
     std::string label, bytes;
     if (!read_file(path, label, bytes)) return false;
     if (bytes.size() != size)
-      tell("collective", "ncclRecv of " + std::to_string(size) + " bytes, " + std::to_string(bytes.size()) + " were sent");
+      tell("collective",
+           "ncclRecv of " + std::to_string(size) + " bytes, " + std::to_string(bytes.size()) + " were sent");
     memcpy(to, bytes.data(), std::min(size, bytes.size()));
     remove_file(path);
     return true;

@@ -50,7 +50,9 @@ API int nvmlDeviceGetHandleByIndex_v2(unsigned number, void** device) {
   return 0;
 }
 API int nvmlDeviceGetHandleByUUID(const char*, void** device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }
-API int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }
+API int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) {
+  return nvmlDeviceGetHandleByIndex_v2(0, device);
+}
 
 API int nvmlDeviceGetName(void*, char* text, unsigned size) {
   snprintf(text, size, "Emulated H100");

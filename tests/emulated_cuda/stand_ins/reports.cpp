@@ -88,7 +88,8 @@ static const std::map<cudaError_t, std::pair<const char*, const char*>> ERRORS =
      {"cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"}},
     {cudaErrorStreamCaptureIsolation,
      {"cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"}},
-    {cudaErrorCapturedEvent, {"cudaErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"}},
+    {cudaErrorCapturedEvent,
+     {"cudaErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"}},
 };
 
 API const char* cudaGetErrorName(cudaError_t error) {

@@ -73,7 +73,8 @@ API int cuMemRelease(unsigned long long handle) {
 API int cuMemMap(void* pointer, size_t size, size_t offset, unsigned long long handle, unsigned long long) {
   LOCKED;
   auto it = allocations.find(handle);
-  if (it == allocations.end() || offset || size != it->second.size || mapped.count((char*)pointer)) return INVALID_VALUE;
+  if (it == allocations.end() || offset || size != it->second.size) return INVALID_VALUE;
+  if (mapped.count((char*)pointer)) return INVALID_VALUE;
   int flags = MAP_SHARED | MAP_FIXED;
   if (mmap(pointer, size, PROT_READ | PROT_WRITE, flags, memory_file(), it->second.offset) == MAP_FAILED)
     return OUT_OF_MEMORY;
