@@ -118,7 +118,8 @@ class GenerateEngine(Generator, Protocol):
         seeds: Sequence[int] | None = None,
         names: Sequence[int] | None = None,
     ) -> list[list[Row]]:
-        """`sampling.n` finished rows of each prompt; `seeds` one per prompt, so results do not depend on the split.
+        """`sampling.n` finished rows of each prompt; `seeds` one per prompt, so results do not depend on the split
+        (on CUDA only to rounding: a row's logits depend on the rows beside it).
 
         `names`, one per prompt, are what error messages call them (default: their positions).
         """

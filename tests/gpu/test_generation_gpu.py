@@ -15,7 +15,7 @@ from torch import Tensor
 import hybridflow as hf
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.engines.vllm import core
+from hybridflow.engines.vllm import core, isolation
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import DeviceMemoryError
 from hybridflow.models.spec import ModelSpec
@@ -212,6 +212,24 @@ class Host(hf.Worker):
         return torch.backends.cuda.cudnn_sdp_enabled()
 
 
+class Opened(hf.ActorWorker):
+    """Remembers what training had on the device when vLLM started."""
+
+    def open_generation(self) -> None:
+        start = VLLMEngine.__init__
+
+        def watched(*args: Any) -> None:
+            self.found = self.engine.resident_bytes()
+            start(*args)
+
+        with isolation.replaced(VLLMEngine, "__init__", watched):
+            super().open_generation()
+
+    @register(ONE_TO_ALL, blocking=True)
+    def resident_then_and_now(self) -> tuple[dict[str, int], dict[str, int]]:
+        return self.found, self.engine.resident_bytes()
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[hf.ResourcePool]:
     """Two devices, with a host on each."""
@@ -240,3 +258,14 @@ def test_ranks_that_see_their_own_device_only_share_layers(pool, policy):
     with pytest.raises(DeviceMemoryError, match=r"memory_fraction=0.7\) asks for .*In it: .*Planned for generation"):
         hf.RolloutWorker.on(pool, model=str(policy), generate=hf.VLLM(tp=2, **SMALL | {"memory_fraction": 0.7}))
     host.close()
+
+
+def test_state_that_waits_while_generating_waits_while_vllm_starts(pool, policy):
+    """vLLM refuses to start where the memory of its share is not free."""
+    training: dict[str, Any] = {"train": hf.Megatron(), "optim": hf.Adam(lr=1e-3)}
+    generation: dict[str, Any] = {"generate": hf.VLLM(**SMALL), "offload": ("optimizer", "gradients")}
+    actor = Opened.on(pool, model=str(policy), **training, **generation)
+    for then, now in actor.resident_then_and_now():
+        assert (then["optimizer"], then["gradients"]) == (0, 0)
+        assert min(now.values()) > 0
+    actor.close()

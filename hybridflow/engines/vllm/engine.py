@@ -121,7 +121,7 @@ class VLLMEngine:
         Token ids are exactly what was sampled, the stop token or the tokens of a stop string included.
         Log-probabilities are those of the policy at `sampling.temperature` over the whole vocabulary, before top-k and
         top-p (greedy: at temperature 1). A response ends at `max_length` tokens of prompt plus response at the latest.
-        `seeds` (one per prompt) decide what is drawn, whichever other prompts are in the call; without them
+        `seeds` (one per prompt) decide what is drawn, whatever prompts are beside (on CUDA to rounding); without them
         `sampling.seed` and the row's index do, or a random number per replica and call. `names` (one per prompt) are
         what messages call the prompts (default: their positions).
 

@@ -4,8 +4,9 @@ vLLM's own sampler takes log-probabilities either before the temperature or afte
 renormalised them. Training needs the policy at its temperature over the whole vocabulary. It also needs no ranks and
 no top tokens, which cost vLLM a compilation at the first step and a third of the sampling time afterwards.
 
-A draw depends on the row's seed and the position of the token in its response only: not on the rows beside it, on where
-it is drawn, or on how often the row was interrupted.
+A draw from given logits depends on the row's seed and the position of the token in its response only: not on the rows
+beside it, on where it is drawn, or on how often the row was interrupted. On CUDA the logits depend on the
+rows beside it, to rounding.
 
 Shapes: B requests, V vocabulary.
 """
