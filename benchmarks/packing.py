@@ -19,7 +19,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,8 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 class InOrder(Split):
     """Padded micro-batches of rows in order."""
 
-    def rows(self, lengths: Tensor) -> list[Tensor]:
+    def rows(self, lengths: Tensor, units: Sequence[Tensor] | None = None) -> list[Tensor]:
+        assert units is None
         out: list[list[int]] = []
         longest = 0
         for row, length in enumerate(lengths.tolist()):
