@@ -138,7 +138,8 @@ class RayBackend:
         if not self.has_cuda:
             return 1 if self.started_ray else max(1, (os.cpu_count() or 1) // hosts)
         cores = len(os.sched_getaffinity(0)) if self.started_ray else int(node.get("CPU", 1))
-        return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // int(node["GPU"])))
+        own = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        return int(own) if own else max(1, cores // int(node["GPU"]))
 
     def _environment(self, threads: int) -> dict[str, str]:
         names = {
