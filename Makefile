@@ -10,6 +10,7 @@ PY := .venv/bin/python
 RUN_ENV := .venv/.ready-run
 DEV_ENV := .venv/.ready-dev
 CODE := hybridflow recipes tests benchmarks tools
+CUDA_SUITES := train_engine zero_partition optimizer_moves sharded_engines lora_training packing engine_splits fsdp_layout logits
 BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth fault_simulation checkpoints streams elastic timesharing environments
 
 # One thread per process: a run is many processes, and the models that fit a CPU are small.
@@ -18,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 
 PYTEST = -m pytest -q --durations=15 --timeout=300 --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: help quickstart recipes test test-cuda test-all lint format docs bench clean
+.PHONY: help quickstart recipes test test-cuda test-cuda-ranks test-all lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,7 +27,8 @@ help:
 	@echo "make recipes [SEEDS='1 2 3']  every recipe on that model, and a table of what each reached"
 	@echo "make test [TESTS=path] [WORKERS=2] [ARGS=...]   the tests (pytest), on two processes"
 	@echo "make test-cuda [TESTS=path]   tests/gpu on a GPU, or on emulated CUDA (2.1 GB, needs g++)"
-	@echo "make test-all               both"
+	@echo "make test-cuda-ranks        the contract suites of engines on CUDA, on up to six devices"
+	@echo "make test-all               all of them"
 	@echo "make lint                   ruff and pyright"
 	@echo "make format                 let ruff rewrite what it can"
 	@echo "make docs                   the documentation as a site, in build/site"
@@ -52,7 +54,12 @@ test-cuda: TESTS = tests/gpu
 test-cuda: $(DEV_ENV)
 	$(PY) -m tests.emulated_cuda $(PYTEST) $(TESTS) $(ARGS)
 
-test-all: test test-cuda
+# 1 to 6 ranks, each on an emulated device of its own
+test-cuda-ranks: TESTS = $(addprefix tests/contracts/test_,$(addsuffix .py,$(CUDA_SUITES)))
+test-cuda-ranks: $(DEV_ENV)
+	TEST_DEVICE=cuda EMULATED_DEVICES=8 $(PY) -m tests.emulated_cuda $(PYTEST) $(TESTS) $(ARGS)
+
+test-all: test test-cuda test-cuda-ranks
 
 lint: $(DEV_ENV)
 	$(PY) -m ruff check $(CODE)

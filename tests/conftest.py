@@ -29,14 +29,15 @@ for name, value in {
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process of pytest-xdist runs all tests that share a Ray cluster, one tests/contracts, whose files share a
-    server of processes; files of other tests go to whichever is free.
+    server of processes; files of other tests go to whichever is free. One process has a real CUDA device.
 
     Tests marked `gpu` are skipped where there is no CUDA device.
     """
+    together = ("contracts",) if "EMULATED_CUDA" in os.environ else ("contracts", "gpu")
     for item in items:
         folder, *rest = item.path.relative_to(TESTS).parts
         shares_ray = "cluster" in getattr(item, "fixturenames", ())
-        group = "Ray" if shares_ray else folder if folder in ("contracts", "gpu") else "/".join(rest)
+        group = "Ray" if shares_ray else folder if folder in together else "/".join(rest)
         item.add_marker(pytest.mark.xdist_group(group))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -334,7 +334,7 @@ def meta_and_frozen(world: World, name: str, path: Path) -> dict[str, Any]:
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     shards = flat_shards(context, model.requires_grad_(False), spec.tensors(), stage=2)
     found = {
-        "devices": {str(parameter.device) for parameter in model.parameters()},
+        "devices": {parameter.device.type for parameter in model.parameters()},
         "dtypes": {parameter.dtype for parameter in model.parameters()},
         "same": all(p.data_ptr() == shards.storage[n].data_ptr() for n, p in model.named_parameters()),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,

@@ -401,6 +401,7 @@ def test_errors_say_what_was_asked_and_found(results) -> None:
     assert "tokenizer" in errors["stop"]
     assert errors["seeds"].startswith("ConfigError: generate got 1 seeds for 4 prompts")
     assert errors["partition"].startswith("ConfigError: VLLM_PP_LAYER_PARTITION='3' is set")
+    assert errors["invariant"].startswith("ConfigError: VLLM_BATCH_INVARIANT is set")
     assert errors["second"].startswith("PlacementError")
     assert "already has a vLLM engine" in errors["second"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,10 @@ def _single(
     out["asleep"] = (engine.cache_bytes, _error(lambda: engine.generate(long, GREEDY)))
     engine.wake()
     out["woken"] = _plain(engine.generate(long, GREEDY))
+
+    def another() -> VLLMEngine:
+        return VLLMEngine(context, strategy, engine.grid, spec, path)
+
     out["errors"] = {
         "long": _error(lambda: engine.generate([[1, 2], list(range(CONTEXT))], GREEDY)),
         "room": _error(lambda: engine.generate([[1] * (CONTEXT - 5)], GREEDY)),
@@ -260,8 +265,9 @@ def _single(
         "vocabulary": _error(lambda: engine.generate([[4], [VOCAB]], GREEDY)),
         "stop": _error(lambda: engine.generate(PROMPTS, Sampling(stop=("x",)))),
         "seeds": _error(lambda: engine.generate(PROMPTS, GREEDY, [1])),
-        "partition": _error(lambda: _with_partition(context, strategy, engine, spec, path)),
-        "second": _error(lambda: VLLMEngine(context, strategy, engine.grid, spec, path)),
+        "partition": _error(lambda: _with_variable("VLLM_PP_LAYER_PARTITION", "3", another)),
+        "invariant": _error(lambda: _with_variable("VLLM_BATCH_INVARIANT", "1", another)),
+        "second": _error(another),
     }
     out["stages"] = _stages_of_vllm()
     out["schedulers"] = schedulers.compared(engine._alive())
@@ -298,12 +304,12 @@ def _kept(engine: VLLMEngine, weights: dict[str, Tensor]) -> dict[str, Any]:
     return out
 
 
-def _with_partition(context: RankContext, strategy: VLLM, engine: VLLMEngine, spec: ModelSpec, path: Path) -> None:
-    os.environ["VLLM_PP_LAYER_PARTITION"] = "3"
+def _with_variable(name: str, value: str, build: Callable[[], VLLMEngine]) -> None:
+    os.environ[name] = value
     try:
-        VLLMEngine(context, strategy, engine.grid, spec, path)
+        build()
     finally:
-        del os.environ["VLLM_PP_LAYER_PARTITION"]
+        del os.environ[name]
 
 
 def _stages_of_vllm() -> dict[tuple[int, int], list[tuple[int, int]]]:

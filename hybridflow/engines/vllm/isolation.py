@@ -49,12 +49,17 @@ _CPU_DEFAULTS = {
 def prepare(device_type: str) -> None:
     """Set the variables that vLLM reads while it is imported; what the user has set stays, where it can work.
 
-    Errors: ConfigError for a variable that changes where weights lie.
+    Errors: ConfigError for a variable that changes where weights lie, or what training in this process computes.
     """
     if partition := os.environ.get("VLLM_PP_LAYER_PARTITION"):
         raise ConfigError(
             f"VLLM_PP_LAYER_PARTITION={partition!r} is set, and weights are moved by vLLM's own division of layers "
             "into stages. Unset it."
+        )
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        raise ConfigError(
+            "VLLM_BATCH_INVARIANT is set, which replaces torch's operators in the whole process by some without "
+            "gradients, and models train there. Unset it."
         )
     os.environ.update(_EVERYWHERE)
     for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device_type == "cpu" else {})).items():
