@@ -11,14 +11,14 @@ import pytest
 
 from tests.emulated_cuda import findings
 
-log_path = pytest.StashKey[Path]()
+log_path, log_read = pytest.StashKey[Path](), pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Each process of pytest has a log of its own, named in the environment of the processes that it starts."""
     handle, name = tempfile.mkstemp(prefix="emulated-cuda-", suffix=".log")
     os.close(handle)
-    config.stash[log_path] = Path(name)
+    config.stash[log_path], config.stash[log_read] = Path(name), 0
     os.environ["EMULATED_LOG"] = name
 
 
@@ -26,21 +26,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[log_path].unlink(missing_ok=True)
 
 
-def faults(path: Path, start: int) -> tuple[str, int]:
-    """Records after the first `start` bytes, and the length now."""
-    with path.open("rb") as file:
-        file.seek(start)
+def new_faults(config: pytest.Config) -> str:
+    """Records since the last call."""
+    with config.stash[log_path].open("rb") as file:
+        file.seek(config.stash[log_read])
         text = file.read()
-    return text.decode(errors="replace"), start + len(text)
+    config.stash[log_read] += len(text)
+    return text.decode(errors="replace")
 
 
 @pytest.fixture(autouse=True)
 def _no_faults(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No race, refused kernel, index on the CPU, mismatched collective or deadlock, here or in a child process."""
-    path = request.config.stash[log_path]
-    start = path.stat().st_size
+    """No race, refused kernel, index on the CPU, mismatched collective or deadlock, here or in a child process.
+
+    What fixtures of a module did counts for the module's next test.
+    """
     yield
-    text, _ = faults(path, start)
+    text = new_faults(request.config)
     if text and "expected_faults" not in request.fixturenames:
         pytest.fail(f"emulated CUDA found faults:\n{text}", pytrace=False)
 
