@@ -10,7 +10,7 @@ PY := .venv/bin/python
 RUN_ENV := .venv/.ready-run
 DEV_ENV := .venv/.ready-dev
 CODE := hybridflow recipes tests benchmarks tools
-CUDA_SUITES := train_engine zero_partition optimizer_moves sharded_engines lora_training packing engine_splits fsdp_layout logits
+CUDA_SUITES := $(patsubst %,tests/contracts/test_%.py,train_engine zero_partition optimizer_moves sharded_engines lora_training packing engine_splits fsdp_layout logits) tests/integration/test_failed_transitions.py
 BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth fault_simulation checkpoints streams elastic timesharing environments
 
 # One thread per process: a run is many processes, and the models that fit a CPU are small.
@@ -55,7 +55,7 @@ test-cuda: $(DEV_ENV)
 	$(PY) -m tests.emulated_cuda $(PYTEST) $(TESTS) $(ARGS)
 
 # 1 to 6 ranks, each on an emulated device of its own
-test-cuda-ranks: TESTS = $(addprefix tests/contracts/test_,$(addsuffix .py,$(CUDA_SUITES)))
+test-cuda-ranks: TESTS = $(CUDA_SUITES)
 test-cuda-ranks: $(DEV_ENV)
 	TEST_DEVICE=cuda EMULATED_DEVICES=8 $(PY) -m tests.emulated_cuda $(PYTEST) $(TESTS) $(ARGS)
 

@@ -27,7 +27,8 @@ from hybridflow.topology import Coords, RankGrid
 
 # NCCL's watchdog aborts a late collective, which ends its kernel, and not the process: see `ProcessGroups.check`
 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # it would write files and wait for the other ranks
+os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")  # of four such waits, which last a minute otherwise
 
 T = TypeVar("T")
 _BACKENDS = re.compile(r"\bgloo/|\bNCCL\b|caused pair closure")  # plain RuntimeErrors; most of gloo begin with a file

@@ -16,8 +16,10 @@ from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.errors import ConfigError, HybridFlowError, LayoutError
 from hybridflow.topology import RankGrid
 from tests.contracts.plain_holders import PlainGenerator, PlainTrainer, resident_bytes
-from tests.contracts.rank_processes import RankProcesses, World
+from tests.contracts.rank_processes import DEVICE, RankProcesses, World
 from tests.integration.transition_cases import BF16, BUCKET, FP32, TIED, Case, Scarce, build, plain
+
+SHORT = 2.0 if DEVICE.type == "cpu" else 8.0  # seconds of a group whose peer does not come; emulated devices are slow
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def failing_step(world: World, name: str) -> list[Any]:
     """Rank 1's optimizer fails at part 2, so part 2 never arrives; then both go on with a transition."""
     case = Case((1, 2, 1), (1, 1), spec=TIED)
     groups = world.context(name, case.grid).groups
-    short = groups.new("overlap", range(2), timeout=2.0)
+    short = groups.new("overlap", range(2), timeout=SHORT)
     engine, train, generate = build(world, case, groups, overlap=True, overlap_group=short)
     engine.to_generation()
     engine.to_training()
@@ -203,7 +205,7 @@ def absent(world: World, name: str, offload: tuple[Any, ...]) -> list[Any]:
     layouts = case.layouts()
     train = PlainTrainer(case.spec, layouts[0], case.grid, world.rank, BF16)
     generate = PlainGenerator(layouts[1], world.rank, BF16)
-    short = context.groups.new("short", range(2), timeout=2.0)
+    short = context.groups.new("short", range(2), timeout=SHORT)
     engine = HybridEngine(train, generate, short, world.rank, offload=offload)
     out: list[Any] = []
     if world.rank == 0:
