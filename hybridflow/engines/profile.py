@@ -25,9 +25,10 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.config import VLLM, Adam, Megatron, Sampling
 from hybridflow.engines.contract import Output
-from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.models.spec import Head, ModelSpec
+from hybridflow.topology import RankGrid
 
 Points = list[tuple[float, float]]
 """(tokens, rows, or elements on this rank; seconds)."""
@@ -96,10 +97,14 @@ class EngineProbe:
     def busy(self, tokens: int, seconds: float, sizes: Sequence[int]) -> list[float]:
         """Median seconds of a forward pass of one layer on this rank while the first n ranks make such passes, each for
         itself, for each n in `sizes` of which it is one. Sizes take turns, `seconds` each time."""
-        grid, spec = self.context.grid, self._spec(1, "lm")
+        everyone, rank, spec = self.context.groups, self.context.rank, self._spec(1, "lm")
+        own = (everyone.store, f"{everyone.name}/busy-{rank}", [everyone.ranks[rank]], 0)
+        groups = ProcessGroups(*own, everyone.device, everyone.timeout)
+        alone = replace(self.context, rank=0, grid=RankGrid(), groups=groups)
         took: list[list[float]] = [[] for _ in sizes]
         with ExitStack() as undo:
-            engine = build_engine(self.context, Megatron(dp=grid.d, micro_tokens=tokens), spec, None)
+            undo.callback(groups.close)
+            engine = build_engine(alone, Megatron(micro_tokens=tokens), spec, None)
             undo.callback(engine.close)
             rows = self._rows(spec, tokens)
             engine.forward(rows, ("log_probs",))
@@ -107,7 +112,7 @@ class EngineProbe:
                 for count, found in zip(sizes, took, strict=True):
                     self._together()
                     end = time.perf_counter() + seconds
-                    while self.context.rank < count and time.perf_counter() < end:
+                    while rank < count and time.perf_counter() < end:
                         found.append(self._clocked(lambda: engine.forward(rows, ("log_probs",))))
             self._together()
         return [statistics.median(found) for found in took if found]

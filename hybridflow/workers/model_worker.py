@@ -7,7 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from hybridflow.engines.lora.adapters import CONFIG
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import CheckpointError, ConfigError, PlacementError, rows_named
+from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, rows_named
 from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
@@ -224,9 +224,15 @@ class ModelWorker(Worker):
             if self._idle:
                 agree(self.context, partial(self.engine.reload, self._idle))
             yield
-        finally:
-            self._restore()
-            self.engine.offload(self._idle)
+        except BaseException:
+            with suppress(BrokenGroupError):  # what is raised says why
+                self._rest()
+            raise
+        self._rest()
+
+    def _rest(self) -> None:
+        self._restore()
+        self.engine.offload(self._idle)
 
     def _agreed(self, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
         """The batch's temperature, after all ranks have agreed that they can compute their rows.
