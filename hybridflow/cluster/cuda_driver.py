@@ -36,7 +36,8 @@ def check_cuda(index: int | None = None) -> None:
     import torch
 
     try:
-        assert torch.backends.cuda.is_built()
+        if not torch.backends.cuda.is_built():
+            raise RuntimeError("this build of torch has no CUDA")
         if index is not None:
             torch.cuda.init()
             torch.cuda.set_device(index)

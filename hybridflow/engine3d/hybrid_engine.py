@@ -176,6 +176,11 @@ class HybridEngine:
         """Whether generation lacks the current weights."""
         return not (self._arrived or self._parked)
 
+    @property
+    def in_training(self) -> bool:
+        """Whether the training weights are there, so that `to_training` does nothing."""
+        return self.phase == "training" and self._settled
+
     def to_generation(self) -> None:
         """Move the current training weights to generation and wake its KV cache.
 
@@ -209,7 +214,7 @@ class HybridEngine:
         No communication, unless generation's dtype is narrower: then the main parameters are gathered from the data
         parallel ranks. After an error the phase is training; call it again.
         """
-        if self.phase == "training" and self._settled:
+        if self.in_training:
             return
         start, parks = time.perf_counter(), self._parks and self._arrived
         self.phase, self._settled, self._arrived, self._parked = "training", False, False, False

@@ -119,6 +119,7 @@ class Operations:
 
     def __init__(self, context: RankContext) -> None:
         self._context, self._broken = context, ""
+        self._before: Mapping[str, int] = {}  # collectives of each group when the operation began
         self._several = context.grid.size > 1
 
     def check(self) -> None:
@@ -136,6 +137,7 @@ class Operations:
         end is one tiny all-reduce on the CPU, or `settle`.
         """
         self.check()
+        self._before = self._context.groups.collectives() if self._several else {}
         try:
             yield
             self._context.groups.check()
@@ -193,7 +195,8 @@ class Operations:
         if not together:
             return mine()
         try:
-            if unlike := _unlike(of_every_rank(self._context, groups.collectives())):
+            begun = {name: count - self._before.get(name, 0) for name, count in groups.collectives().items()}
+            if unlike := _unlike(of_every_rank(self._context, begun)):
                 return f"its ranks had begun different collectives ({unlike})"
             return next(filter(None, of_every_rank(self._context, mine())), "")
         except Exception as error:  # a peer that is gone

@@ -62,10 +62,8 @@ class FlatGradients:
         self._sent: list[tuple[int, Tensor, Any, Tensor]] = []
         self._aside = None if kept_on == self._device else torch.cuda.Stream(self._device)
         self._adding: list[tuple[Tensor, Any]] = []  # sums, until they are added to shares on the host
-        self._settled, self._empty = (
-            True,
-            {*range(len(kept))} if self._aside is not None else set(),
-        )  # shares that count as zero
+        self._settled = True
+        self._empty = set() if self._aside is None else {*range(len(kept))}  # shares that count as zero
         self._next = -1  # the unit that is sent next; all ranks send from the last to the first
         # the collector does not see through hooks: they must not refer to an owner of their parameters
         arrived = weakref.WeakMethod(self._arrived)
@@ -162,8 +160,8 @@ class FlatGradients:
         self._adding.append((sums, self._aside.record_event()))
         self._settled, self._empty = False, self._empty - {unit}
 
-    def _settle(self) -> None:
-        """Shares in host memory may be read and written."""
+    def finish(self) -> None:
+        """Shares may be read and written: those in host memory have arrived, or are zero."""
         self._receive(0)
         if not self._settled:
             settle(self._device)
@@ -182,7 +180,7 @@ class FlatGradients:
         May be called again, and backward passes may follow.
         """
         self.after_backward()
-        self._settle()
+        self.finish()
         if not self._whole or self._ranks == 1:
             return
         works = [self._reduce_scatter(own, buffer) for own, buffer in zip(self._shares, self._kept, strict=True)]
@@ -204,7 +202,7 @@ class FlatGradients:
 
     def drop(self) -> None:
         """Gradients are zero from here on, also after a backward pass that failed half-way."""
-        self._settle()
+        self.finish()
         self._next = -1
         if not self._whole:
             self._open.clear()

@@ -118,6 +118,7 @@ class FlatShards:
 
     def square_sum(self) -> Tensor:
         """Adds up matrices first."""
+        self.gradients.finish()
         total = torch.zeros((), dtype=torch.float64, device=self.memory.device)
         pieces = sorted(self.gradients.own.items(), key=lambda item: self.storage[item[0]].ndim == 1)
         if counted := [piece for name, piece in pieces if self.counts(name)]:

@@ -146,7 +146,8 @@ class ProcessGroups:
             self.check()
 
     def collectives(self) -> dict[str, int]:
-        """How many collectives this rank has begun in each group; ranks that are in step have equal numbers."""
+        """How many operations this rank has begun in each group. Ranks that make equal collectives add equal numbers;
+        messages between two of them count, too."""
         groups: dict[str, Any] = {f"{name}/{backend}": group for (name, backend), group in self._built.items()}
         counted = {name: group for name, group in groups.items() if group not in self.between_stages}
         return {name: group._get_sequence_number_for_group() for name, group in counted.items()}

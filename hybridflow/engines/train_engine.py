@@ -146,11 +146,12 @@ class TrainEngine:
         with self._operations.run("infer", self._shards.reset, loop.lockstep):
             micro_batches = self.tokens.micro_batches(batch, at)
             found = loop.infer(micro_batches, to_host_read, errors.append, hidden)
+            if self.last_stage or errors:
+                settle(self.device)
             if errors:
                 raise errors[0]
             if not self.last_stage:
                 return None
-            settle(self.device)
             return {name: in_order(micro_batches, [part[name] for part in found]) for name in found[0]}
 
     @property

@@ -19,6 +19,7 @@ from hybridflow.batch.pinned import to_device
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
+from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
@@ -189,9 +190,9 @@ class ActorWorker(RowSession, ModelWorker):
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Puts the weights into their training layout, where they stay until the next generation."""
-        if self.hybrid is not None:
-            with self.context.stage("transition") if self.hybrid.phase == "generation" else nullcontext():
-                self.hybrid.to_training()
+        if self.hybrid is not None and not self.hybrid.in_training:
+            with self.context.stage("transition"):
+                agree(self.context, self.hybrid.to_training)  # where memory is lacking on a rank, the others know
         self._restore()  # undo the merge for generation
         with super().resident():
             yield

@@ -65,7 +65,8 @@ def start_core(
                 core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)
             except ValueError as error:
                 length = config.model_config.max_model_len
-                if (found := memory_error(strategy, length, free, total, str(error))) is None:
+                found = memory_error(strategy, length, free, total, str(error)) if total else None  # CUDA's only
+                if found is None:
                     raise
                 raise found from error
         runner = model_runner(core)
