@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow import config
@@ -260,6 +261,13 @@ def vocabulary_case(seed: int, tokens: int = 9, columns: int = 10) -> tuple[Tens
     return logits, targets, torch.randn(2, tokens, generator=generator)
 
 
+def _uneven_messages(world: World, context: Any) -> None:
+    """As a transition sends them: ranks have begun different numbers of operations before the pass."""
+    if context.grid.size > 1 and world.rank < 2:
+        group, number = context.groups.everyone("gloo"), torch.zeros(1)
+        dist.send(number, group=group, group_dst=1) if world.rank == 0 else dist.recv(number, group=group, group_src=0)
+
+
 def survives_a_loss_that_raises(
     world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any
 ) -> tuple[str, str, bool]:
@@ -269,6 +277,7 @@ def survives_a_loss_that_raises(
         engine = build(world, f"{name}-{disturbed}", strategy, size, path, "lm", optimizer)
         rows = share(make_batch(), engine.grid, world.rank)
         if disturbed:
+            _uneven_messages(world, engine.context)
             try:
                 engine.forward_backward(rows, _raises_for(engine.context.coords.d), ("log_probs",))
             except Exception as raised:
