@@ -73,9 +73,7 @@ class Host:
     def __post_init__(self) -> None:
         for package in _CHATTY:
             warnings.filterwarnings("ignore", module=package)
-        own = (
-            os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"
-        )  # also of `ray start`; Ray sets 1 by default
+        own = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # also of `ray start`; Ray sets 1
         torch.set_num_threads(self.threads if own == "1" else int(own))
         torch.backends.cuda.enable_cudnn_sdp(False)  # vLLM's import does: training computes the same without it
         index = device_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))

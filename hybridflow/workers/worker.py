@@ -206,9 +206,8 @@ def _check_memory(pool: ResourcePool, new: Sequence[RankGroup], placed: Sequence
     asleep = {id(part) for group in groups for part in group.sleeping.values()}  # without memory
     placed = placed or [part for group in groups for part in group.all_ranks if id(part) not in asleep]
     known = [(one, own) for one in (*placed, *new) if one.pool_name == pool.name and (own := _placed_group(one))]
-    for there in {
-        tuple(n for n, (one, _) in enumerate(known) if device in one.members) for one in new for device in one.members
-    }:
+    devices = {device for ranks in new for device in ranks.members}
+    for there in {tuple(n for n, (one, _) in enumerate(known) if device in one.members) for device in devices}:
         if why := check_resident([known[n][1] for n in there], memory):
             raise PlacementError(f"{new[0].name} does not fit on its devices: {why}")
 
