@@ -5,6 +5,7 @@ SEEDS ?= 1
 TESTS ?= tests
 ARGS ?=
 WORKERS ?= 2
+MARKED ?= not slow
 
 PY := .venv/bin/python
 RUN_ENV := .venv/.ready-run
@@ -25,7 +26,7 @@ PYTEST = -m pytest -q --durations=15 --timeout=300 --numprocesses=$(WORKERS) --d
 help:
 	@echo "make quickstart [SEED=1]    PPO on a small model, start to finish, on this machine"
 	@echo "make recipes [SEEDS='1 2 3']  every recipe on that model, and a table of what each reached"
-	@echo "make test [TESTS=path] [WORKERS=2] [ARGS=...]   the tests (pytest), on two processes"
+	@echo "make test [TESTS=path] [WORKERS=2] [ARGS=...]   the tests (pytest) that are not slow, on two processes"
 	@echo "make test-cuda [TESTS=path]   tests/gpu on a GPU, or on emulated CUDA (2.1 GB, needs g++)"
 	@echo "make test-cuda-ranks        the contract suites of engines on CUDA, on up to six devices"
 	@echo "make test-all               all of them"
@@ -48,7 +49,7 @@ recipes: $(RUN_ENV)
 	@$(PY) recipes/run_all.py $(SEEDS) $(ARGS)
 
 test: $(DEV_ENV)
-	$(PY) $(PYTEST) $(TESTS) $(ARGS)
+	$(PY) $(PYTEST) $(if $(filter tests,$(TESTS)),-m "$(MARKED)") $(TESTS) $(ARGS)
 
 test-cuda: TESTS = tests/gpu
 test-cuda: $(DEV_ENV)
@@ -59,7 +60,10 @@ test-cuda-ranks: TESTS = $(CUDA_SUITES)
 test-cuda-ranks: $(DEV_ENV)
 	TEST_DEVICE=cuda EMULATED_DEVICES=8 $(PY) -m tests.emulated_cuda $(PYTEST) $(TESTS) $(ARGS)
 
-test-all: test test-cuda test-cuda-ranks
+test-all:
+	$(MAKE) test MARKED=
+	$(MAKE) test-cuda
+	$(MAKE) test-cuda-ranks
 
 lint: $(DEV_ENV)
 	$(PY) -m ruff check $(CODE)

@@ -48,7 +48,7 @@ def run(processes: Any, case: str, task: Any, path: Any, *more: Any, optimizer: 
     return processes.run(size, task, processes.name(), strategy, size, path, optimizer, *more)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FEW else pytest.mark.slow) for c in CASES])
 def test_a_pass_that_fails_on_all_ranks_leaves_nothing(processes, models, case):
     """The update after it is that of an engine on which nothing failed: metrics, norm, parameters, moments."""
     for rank in run(processes, case, tasks.survives, models["llama", "lm"], tasks.PASSES, None):

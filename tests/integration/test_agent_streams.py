@@ -15,6 +15,8 @@ from hybridflow.errors import ConfigError, RewardError, WorkerError
 from tests import tiny_models
 from tests.example_agents import Echo, Unsteady, forgets, twice
 
+pytestmark = pytest.mark.slow
+
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz0123456789 .,:;")
 SAMPLING = hf.Sampling(max_tokens=40, seed=5, stop=LETTERS)
 PROMPTS = [{"prompt": text} for text in ("abc", "hello you", "xyz", "the end", "k", "a b c", "zz", "four")]

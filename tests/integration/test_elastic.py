@@ -23,6 +23,8 @@ from hybridflow.replica_calls import ReplicaCalls
 from hybridflow.resizing import GroupSizes
 from tests import tiny_models
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [{"prompt": text} for text in ("abc", "hello you", "xyz", "the end", "k", "a b c", "zz", "four")]
 SAMPLING = hf.Sampling(max_tokens=48, seed=5)
 ITERATIONS, MINIBATCHES, N = 2, 4, 2

@@ -36,6 +36,8 @@ from hybridflow.topology import RankGrid
 from tests.contracts.rank_processes import RankProcesses, World
 from tests.tiny_models import make_policy, make_rows
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 33, 49], [12, 7], [3, 3, 40, 41, 42, 8], [30]]
 TOKENS = 8
 STEPS, WORLD = 3, 4

@@ -14,6 +14,8 @@ from recipes import arithmetic, run_all, tools
 from recipes.small_model import SmallModel
 from tests.warm_programs import WarmPrograms
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 16
 
