@@ -164,7 +164,7 @@ def test_gradients_are_added_on_a_stream_beside(
 def host_gradients(shards: Any) -> Mapping[str, Tensor]:
     gradients = shards.gradients
     gradients._add(0, torch.ones_like(gradients._shares[0], device=DEVICE))
-    gradients._settle()
+    gradients.finish()
     return gradients.own
 
 

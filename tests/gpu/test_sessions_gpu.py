@@ -123,13 +123,12 @@ def test_an_actor_and_a_critic_share_their_devices(pool, models, place, tmp_path
     hf.load(tmp_path / "state", [actor, critic])
     actor.save(tmp_path / "saved")
     assert actor.generate_sequences(make_prompts(4)).rows == 4
-    assert (tmp_path / "saved" / "config.json").is_file()
+    assert list((tmp_path / "saved").glob("*config.json"))
 
 
 @two
-def test_an_actor_moves_between_layouts_and_generates_in_each(session, models, place):
+def test_an_actor_moves_between_layouts_and_generates_in_each(pool, models, place):
     """Each move closes the generation engine and builds another one in the same processes."""
-    pool = hf.ResourcePool([2])
     actor = place(hf.ActorWorker, pool, model=models[0], train=Megatron(tp=2), generate=vllm(), optim=ADAM)
     check_learns(iteration(actor))
     for strategy, generate in ((Megatron(pp=2), vllm()), (FSDP(), vllm(tp=2)), (Megatron(tp=2), vllm(eager=True))):
@@ -138,9 +137,8 @@ def test_an_actor_moves_between_layouts_and_generates_in_each(session, models, p
 
 
 @two
-def test_weights_travel_to_a_rollout_on_another_device(session, models, place, tmp_path):
+def test_weights_travel_to_a_rollout_on_another_device(pool, models, place, tmp_path):
     """A rollout answers as the actor does, before and after an update; a stream of its responses trains the actor."""
-    pool = hf.ResourcePool([2])
     greedy = vllm(sampling=hf.Sampling(max_tokens=6, greedy=True), dtype="float32")
     train = Megatron(dtype="float32")
     actor = place(hf.ActorWorker, pool[:1], model=models[0], train=train, generate=greedy, optim=hf.Adam(lr=0.05))
@@ -165,8 +163,7 @@ def test_weights_travel_to_a_rollout_on_another_device(session, models, place, t
 
 @two
 @pytest.mark.parametrize("strategy", [Megatron(dtype="float32"), FSDP(dtype="float32")], ids=["megatron", "fsdp"])
-def test_a_group_whose_size_changes_trains_as_one_whose_size_does_not(session, models, place, strategy):
-    pool = hf.ResourcePool([2])
+def test_a_group_whose_size_changes_trains_as_one_whose_size_does_not(pool, models, place, strategy):
     elastic = place(hf.ActorWorker, pool[:1], model=models[0], train=strategy, optim=ADAM, name="elastic")
     constant = place(hf.ActorWorker, pool[:1], model=models[0], train=strategy, optim=ADAM, name="constant")
     sizes = GroupSizes(elastic, pool, (1, 2))
@@ -175,12 +172,3 @@ def test_a_group_whose_size_changes_trains_as_one_whose_size_does_not(session, m
         one, other = (actor.update_actor(make_rows(8, seed=seed)).get() for actor in (elastic, constant))
         assert one["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-5)
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
-
-
-def test_a_model_is_measured(session, models):
-    """`hybridflow profile`: layers on the device at hand, generation included."""
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "hybridflow", "profile", str(models[0]), "--help"]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=100, check=False).returncode == 0
