@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -26,6 +27,7 @@ from hybridflow.engine3d.transition import Transition, any_rank
 from hybridflow.errors import ConfigError, LayoutError, nearest
 
 Offloaded = Literal["optimizer", "gradients", "generation"]
+Agree = Callable[[Callable[[], None]], object]
 Phase = Literal["training", "generation"]
 
 
@@ -123,7 +125,9 @@ class HybridEngine:
     `offload`: "optimizer" and "gradients" are in host memory while generating, "generation" (its weights) while
     training; without training in between, the generation weights return from there instead of over the wire. `overlap`
     enables `step`; `overlap_group` is a second process group over the same ranks, for `step` only. `nodes[rank]` is the
-    node of each rank: a piece that several ranks of a node need enters it once.
+    node of each rank: a piece that several ranks of a node need enters it once. `agree(move)` runs a part of a move and
+    raises on all ranks when it fails on any, such as for lack of memory; without it only that rank knows, and its peers
+    wait until they have WaitTimeoutError.
 
     Both holders must have memory for all their weights when this is built, and return the same tensors from every
     `storage()` call: build it after anything that replaces them.
@@ -150,13 +154,14 @@ class HybridEngine:
         overlap_group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
         nodes: Sequence[int] = (),
+        agree: Agree = lambda move: move(),
     ) -> None:
         check_offload(offload)
         self._train, self._generate = train, generate
         self._waits = [what for what in get_args(Offloaded) if what in offload and what != "generation"]
         self._parks = "generation" in offload
         self._move = Transition(train, generate, group, rank, bucket_bytes, nodes)
-        self._group = group
+        self._group, self._agree = group, agree
         sides = (self._move.train.tensors, self._move.generate.tensors, overlap_group, rank, self._move.bucket_bytes)
         self._overlap = OverlappedMove(self._move.plan, train.step_groups(), *sides) if overlap else None
         self.phase: Phase = "training"
@@ -193,15 +198,14 @@ class HybridEngine:
             self.to_training()
         self._move.check()
         self._settled = False
+        stale, self._arrived, self._parked = self._stale_anywhere(), False, False
         if self._waits:
-            self._train.offload(self._waits)
+            self._agree(partial(self._train.offload, self._waits))
         start = time.perf_counter()
         self._move.account.restart()
-        stale, self._arrived, self._parked = self._stale_anywhere(), False, False
-        self._move.run() if stale else self._move.recall()
-        self._synchronize()
+        self._agree(self._move.prepare if stale else self._move.recall)
+        self._agree(partial(self._leave, stale))
         seconds = time.perf_counter() - start
-        self._generate.wake()
         if self._trained:
             self._generate.weights_changed()
             self._trained = False
@@ -218,6 +222,17 @@ class HybridEngine:
             return
         start, parks = time.perf_counter(), self._parks and self._arrived
         self.phase, self._settled, self._arrived, self._parked = "training", False, False, False
+        self._agree(partial(self._return, parks))
+        self._parked, self._settled = parks, True
+        self.report = replace(self.report, back_seconds=time.perf_counter() - start)
+
+    def _leave(self, stale: bool) -> None:
+        if stale:
+            self._move.run()
+        self._synchronize()
+        self._generate.wake()
+
+    def _return(self, parks: bool) -> None:
         self._generate.sleep()
         self._move.back(keep=parks)
         if parks:
@@ -225,8 +240,6 @@ class HybridEngine:
         self._synchronize()
         if self._waits:
             self._train.reload(self._waits)
-        self._parked, self._settled = parks, True
-        self.report = replace(self.report, back_seconds=time.perf_counter() - start)
 
     def trained(self) -> None:
         """Report that the training weights change: generation frees its copy.

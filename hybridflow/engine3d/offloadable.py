@@ -254,5 +254,9 @@ class TrackedMemory:
             or now.storage_offset() != self._offsets[name]
         ]
 
+    def bytes_of(self, name: str) -> int:
+        """What `acquire` and `release` take and free for it, where it has a storage of its own."""
+        return self.tensors[name].nbytes if name in self._may_go else 0
+
     def _mine(self, names: Iterable[str] | None) -> Sequence[str]:
         return self.released if names is None else [name for name in names if name in self._may_go]

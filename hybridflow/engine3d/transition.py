@@ -109,6 +109,28 @@ class Transition:
                     "after whatever replaces tensors (FSDP's first forward pass does)."
                 )
 
+    def prepare(self) -> None:
+        """Take the memory that `run` needs first: its buffers, and generation's if that comes as a whole.
+
+        Errors: OutOfMemoryError, also where less is free than later steps need: in them peers wait for this rank.
+        """
+        self._left = True
+        self.transfer.prepare()
+        if (device := next(iter(self.generate.tensors.values())).device).type == "cuda":
+            need, free = self._needed(), torch.cuda.mem_get_info(device)[0]
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if need > free:
+                raise torch.OutOfMemoryError(f"weights that move to generation need {need} bytes, {free} are free.")
+
+    def _needed(self) -> int:
+        """The least that `run` needs at its peak beside what is allocated, in bytes."""
+        need = most = 0
+        for acquired, released in self.transfer.memory_steps:
+            need += sum(self.generate.bytes_of(name) for name in acquired if not self.generate.resident(name))
+            most = max(most, need)
+            need -= sum(self.train.bytes_of(name) for name in released)
+        return most
+
     def run(self) -> None:
         """Update the generation weights and release training tensors.
 

@@ -21,7 +21,15 @@ from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.process_groups import RankContext, gather, is_communication_error
-from hybridflow.errors import BatchError, BrokenGroupError, HybridFlowError, WaitTimeoutError, WorkerError, rank_at
+from hybridflow.errors import (
+    BatchError,
+    BrokenGroupError,
+    DeviceMemoryError,
+    HybridFlowError,
+    WaitTimeoutError,
+    WorkerError,
+    rank_at,
+)
 
 F = TypeVar("F")
 FAIL_SECONDS = 10.0
@@ -61,7 +69,8 @@ def agree(
 
     Errors: the error that `check` raised, on a group of one rank. On a larger one the *same* WorkerError (with the
     failing rank and its error as the cause) on every rank; also when the numbers, which are called `what`, differ.
-    A rank that ran out of device memory raises that itself. With `seconds` as `agree_on`.
+    A rank that ran out of device memory raises that itself. With `seconds` as `agree_on`; a rank that has failed and
+    whose peers do not come raises its own error.
     """
     number, error = None, None
     try:
@@ -73,12 +82,18 @@ def agree(
         if error is not None:
             raise error
         return number
-    failure, smallest, largest = agree_on(_group(context), error and _worker_error(context, error), number, seconds)
+    try:
+        failure, smallest, largest = agree_on(_group(context), error and _worker_error(context, error), number, seconds)
+    except (RuntimeError, WaitTimeoutError) as late:
+        if error is None:
+            raise
+        raise error from late
     if failure is None and smallest < largest:
         differs = BatchError(f"{what} differs between the ranks' rows: from {smallest:g} to {largest:g}.")
         failure = of_every_rank(context, _worker_error(context, differs))[0]
     if failure is not None:
-        raise error if isinstance(error, torch.OutOfMemoryError) else failure  # the host adds what is in its memory
+        memory = isinstance(error, torch.OutOfMemoryError | DeviceMemoryError)
+        raise error if memory and error is not None else failure  # the host adds what is in its memory
     return None if largest == -math.inf else largest
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,13 +159,12 @@ class ActorWorker(RowSession, ModelWorker):
     def open_generation(self) -> None:
         if self.strategy is None:
             return
-        from hybridflow.engines.vllm.engine import VLLMEngine
-
         context = self.context
         waits: list[TrainState] = [name for name in self._offload if name != "generation"]
         self.engine.offload(waits)  # first: vLLM sizes its KV cache by what is free
-        generator = VLLMEngine(context, self.strategy, context.grid.generation(), self.spec, self.checkpoint)
-        self.generation = Generation(generator, self.strategy, self.checkpoint)
+        agree(context, self._start_generation)
+        assert self.generation is not None
+        generator = self.generation.engine
         several, everyone = context.grid.size > 1, range(context.grid.size)
         self.hybrid = HybridEngine(
             self.engine,
@@ -176,8 +176,17 @@ class ActorWorker(RowSession, ModelWorker):
             overlap=self._overlap,
             overlap_group=context.groups.new("overlap", everyone) if several and self._overlap else None,
             nodes=context.nodes,
+            agree=partial(agree, context),
         )
         self.engine.reload(waits)
+
+    def _start_generation(self) -> None:
+        from hybridflow.engines.vllm.engine import VLLMEngine
+
+        assert self.strategy is not None
+        layout = self.context.grid.generation()
+        engine = VLLMEngine(self.context, self.strategy, layout, self.spec, self.checkpoint)
+        self.generation = Generation(engine, self.strategy, self.checkpoint)
 
     def close_generation(self, keep_weights: bool = True) -> None:
         if self.hybrid is not None and keep_weights:
@@ -192,7 +201,7 @@ class ActorWorker(RowSession, ModelWorker):
         """Puts the weights into their training layout, where they stay until the next generation."""
         if self.hybrid is not None and not self.hybrid.in_training:
             with self.context.stage("transition"):
-                agree(self.context, self.hybrid.to_training)  # where memory is lacking on a rank, the others know
+                self.hybrid.to_training()
         self._restore()  # undo the merge for generation
         with super().resident():
             yield

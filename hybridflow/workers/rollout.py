@@ -113,7 +113,7 @@ class RolloutWorker(RowSession, Worker):
         """Keeps the weights in device memory."""
         try:
             if self._rests:
-                self.engine.memory().acquire()
+                self.engine.together(self.engine.memory().acquire)
             yield
         finally:
             self._rest()
@@ -139,7 +139,8 @@ class RolloutWorker(RowSession, Worker):
     def generating(self, alone: bool = False) -> Iterator[Generation]:
         del alone
         with self.resident():
-            self.engine.wake()
+            if not self.engine.cache_bytes:
+                self.engine.together(self.engine.wake)
             with self.context.stage("generation"):
                 yield self.generation
 

@@ -37,8 +37,10 @@ class Ballast:
     held: torch.Tensor | None = None
 
     @register(ONE_TO_ALL, blocking=True)
-    def fill(self, leave: int) -> None:
+    def fill(self, leave: int, ranks: tuple[int, ...] = (0, 1)) -> None:
         torch.cuda.empty_cache()
+        if self.context.rank not in ranks:
+            return
         free, _ = torch.cuda.mem_get_info()
         self.held = torch.empty(max(0, free - leave), dtype=torch.uint8, device=self.context.device)
 
@@ -91,9 +93,9 @@ def ballast(pool) -> Iterator[hf.WorkerGroup]:
 
 
 @contextmanager
-def placed(pool: hf.ResourcePool, model: Path) -> Iterator[Groups]:
+def placed(pool: hf.ResourcePool, model: Path, eager: bool = True) -> Iterator[Groups]:
     """An actor, and a reference that takes its weights and waits on the host."""
-    generate = VLLM(memory_fraction=0.3, max_sequences=16, sampling=GREEDY, eager=True)
+    generate = VLLM(memory_fraction=0.3, max_sequences=16 if eager else 2, sampling=GREEDY, eager=eager)
     settings = {"model": model, "train": Megatron(tp=2)}
     found = {
         "actor": Mortal.on(pool, generate=generate, optim=hf.Adam(lr=1e-3), name="actor", **settings),
@@ -143,6 +145,30 @@ def test_too_little_memory_is_named_and_the_run_goes_on(undisturbed, groups, bal
     ballast.free()
     for each in PHASES:
         assert run(each, groups) == pytest.approx(undisturbed[each], rel=1e-2), each
+
+
+def test_a_rank_that_lacks_memory_to_generate_lets_no_peer_wait(undisturbed, pool, model, ballast):
+    with placed(pool, model, eager=False) as groups:  # its memory comes as a whole, before ranks wait for each other
+        ballast.fill(LEFT, (1,))
+        with pytest.raises(DeviceMemoryError, match=r"actor\.generate_sequences.* ran out of device memory"):
+            run("generate", groups)
+        ballast.free()
+        for each in PHASES:
+            assert run(each, groups) == pytest.approx(undisturbed[each], rel=1e-2), each
+
+
+def test_a_rank_of_a_rollout_that_lacks_memory_lets_no_peer_wait(pool, ballast, model):
+    generate = VLLM(tp=2, memory_fraction=0.3, max_sequences=16, sampling=GREEDY, eager=True)
+    rollout = hf.RolloutWorker.on(pool, model=model, generate=generate, offload=True, name="rollout")
+    try:
+        before = rollout.generate_sequences(make_prompts(8)).get()["response_ids"].values
+        ballast.fill(LEFT, (1,))
+        with pytest.raises(DeviceMemoryError, match="ran out of device memory"):
+            rollout.generate_sequences(make_prompts(8)).get()
+        ballast.free()
+        assert torch.equal(rollout.generate_sequences(make_prompts(8)).get()["response_ids"].values, before)
+    finally:
+        rollout.close()
 
 
 def test_too_little_memory_to_build_a_group(pool, ballast, model):

@@ -139,7 +139,7 @@ def test_an_actor_moves_between_layouts_and_generates_in_each(pool, models, plac
 @two
 def test_weights_travel_to_a_rollout_on_another_device(pool, models, place, tmp_path):
     """A rollout answers as the actor does, before and after an update; a stream of its responses trains the actor."""
-    greedy = vllm(sampling=hf.Sampling(max_tokens=6, greedy=True), dtype="float32")
+    greedy = vllm(sampling=hf.Sampling(max_tokens=6, greedy=True), dtype="float32", eager=True)
     train = Megatron(dtype="float32")
     actor = place(hf.ActorWorker, pool[:1], model=models[0], train=train, generate=greedy, optim=hf.Adam(lr=0.05))
     rollout = place(hf.RolloutWorker, pool[1:], model=models[0], generate=greedy)

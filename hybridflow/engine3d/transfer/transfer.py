@@ -109,6 +109,11 @@ class Transfer:
         return sum(len(one.messages) for one in self._rounds)
 
     @property
+    def memory_steps(self) -> list[tuple[Sequence[str], Sequence[str]]]:
+        """The destinations that get memory and the sources that lose it, in order."""
+        return [(step.acquire, step.release) for step in self._steps]
+
+    @property
     def received(self) -> Counter[str]:
         """Bytes received from other ranks in all runs so far, by canonical tensor."""
         out: Counter[str] = Counter()
@@ -124,16 +129,24 @@ class Transfer:
         `timeout` in seconds bounds the wait for each round (None: the process group's own). Errors: WaitTimeoutError
         when a peer is late or gone; the process group is unusable afterwards. LayoutError when a tensor has no memory.
         """
-        self._check_memory("source", self._sources)
-        if self._acquire is None:
-            self._check_memory("destination", self._destinations)
-        self._bind()
+        self.prepare()
         self._memory.advance()
         try:
             self._run(timeout)
         finally:
             self._stream.join()  # what was queued before a failure still runs
             self._memory.advance()  # peers that still read after this rank's failure detect it
+
+    def prepare(self) -> None:
+        """What `run` does before ranks wait for each other: takes its buffers and the first tensors' memory.
+
+        Errors: LayoutError, or out of memory.
+        """
+        self._check_memory("source", self._sources)
+        if self._acquire is None:
+            self._check_memory("destination", self._destinations)
+        self._bind()
+        self._give_memory(next((step.acquire for step in self._steps if step.acquire), ()))
 
     def _run(self, timeout: float | None) -> None:
         leaving: deque[tuple[torch.cuda.Event | None, list[str]]] = deque()

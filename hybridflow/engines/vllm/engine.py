@@ -12,6 +12,7 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.config import VLLM, Sampling, Until
@@ -28,7 +29,7 @@ from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
 from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
 from hybridflow.engines.vllm.seeds import derived_seed
-from hybridflow.errors import ConfigError, HybridFlowError, LayoutError, PlacementError, PromptError
+from hybridflow.errors import ConfigError, DeviceMemoryError, HybridFlowError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import GenerationGrid
@@ -380,6 +381,22 @@ class VLLMEngine:
             storages = [cache.untyped_storage() for cache in self._runner().kv_caches]
             for storage in {storage.data_ptr(): storage for storage in storages}.values():  # layers may share one
                 zero_pages(storage)  # a masked NaN is still a NaN
+
+    def together(self, take: Callable[[], object]) -> None:
+        """Run `take` on the ranks of this replica; where memory is lacking on one, all raise instead of waiting for it.
+
+        Errors: OutOfMemoryError there, DeviceMemoryError on the others.
+        """
+        lacking = None
+        try:
+            take()
+        except torch.OutOfMemoryError as error:
+            lacking = error
+        told = self._groups.gather(None if lacking is None else str(lacking))
+        if lacking is not None:
+            raise lacking
+        if found := next(filter(None, told), None):
+            raise DeviceMemoryError(f"another rank of this replica ran out of device memory: {found}")
 
     def close(self) -> None:
         """Shut vLLM down and free its memory, also shared memory. May be called twice. Process groups stay with the
