@@ -159,6 +159,8 @@ def devices() -> Iterator[Finding]:
 
 
 def _gpus() -> list[list[str]]:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # the user runs on the CPU
+        return []
     return _smi("--query-gpu=uuid,index,name,memory.total,memory.free,driver_version")
 
 

@@ -118,7 +118,9 @@ def test_a_device_whose_memory_another_process_holds(tmp_path, monkeypatch):
 )
 def test_a_driver_and_a_build_that_do_not_fit(build: str, said: str, cure: str, tmp_path: Path, monkeypatch):
     """NVML, and with it torch's count of devices, works with any driver."""
-    monkeypatch.setattr(doctor, "_gpus", lambda: [["GPU-a", "0", "NVIDIA H100", "81559", "81000", "570.124.06"]])
+    listed = [["GPU-a", "0", "NVIDIA H100", "81559", "81000", "570.124.06"]]
+    monkeypatch.setattr(doctor, "_smi", lambda query: listed if "driver_version" in query else [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     init = f"raise RuntimeError({said!r})" if said else "pass"
     (tmp_path / "torch.py").write_text(
         "__version__ = '2.13.0'\n"
@@ -131,6 +133,9 @@ def test_a_driver_and_a_build_that_do_not_fit(build: str, said: str, cure: str, 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = doctor.imports(("json",)).cure
     assert re.search(cure, found) if cure else found == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user runs on the CPU
+    assert doctor.imports(("json",)).cure == ""
+    assert [finding.found.partition(";")[0] for finding in doctor.devices()] == ["no GPU"]
 
 
 def test_host_memory_that_another_process_holds(tmp_path, monkeypatch):
