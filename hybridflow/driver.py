@@ -21,7 +21,7 @@ from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
-from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError
+from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError, add_outcome
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
 from hybridflow.protocols import kind_of
@@ -358,12 +358,6 @@ def _hand_over(backend: Any, old: RankGroup, new: RankGroup) -> None:
         except HybridFlowError:
             add_outcome(error, f"{old.name} cannot generate any more: its engine could not be started again.")
         raise
-
-
-def add_outcome(error: BaseException, outcome: str) -> None:
-    """Add the group's state after the failure to an error of ours."""
-    if isinstance(error, HybridFlowError):
-        error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])
 
 
 def _check_same_model(source: Layout, destination: Layout, name: str, other: str) -> None:

@@ -166,6 +166,14 @@ def rank_at(rank: int, node: str = "", step: int | None = None) -> str:
     return f"rank {rank}" + (f" ({', '.join(known)})" if known else "")
 
 
+def add_outcome(error: BaseException, outcome: str) -> None:
+    """Add to an error what is so after the failure."""
+    if isinstance(error, HybridFlowError | RuntimeError) and error.args:
+        error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])
+    else:
+        error.add_note(outcome)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest known name (or the list of known names if none is close)."""
     names = sorted(known)

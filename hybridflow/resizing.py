@@ -20,8 +20,8 @@ from typing import Any
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.driver import add_outcome, check_group, move_state
-from hybridflow.errors import ConfigError, HybridFlowError, PlacementError
+from hybridflow.driver import check_group, move_state
+from hybridflow.errors import ConfigError, HybridFlowError, PlacementError, add_outcome
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.worker import ranks_on
 

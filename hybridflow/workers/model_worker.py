@@ -29,7 +29,7 @@ from hybridflow.engines.lora.adapters import CONFIG
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, rows_named
+from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
 from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
@@ -282,8 +282,17 @@ class ModelWorker(Worker):
         engine.zero_grad()  # of an update that failed
         engine.announce(minibatches, loss)
         for number, minibatch in enumerate(minibatches, 1):
-            metrics = engine.forward_backward(minibatch, loss, outputs, temperature)
-            step = self._step(last=number == len(minibatches))
+            try:
+                metrics = engine.forward_backward(minibatch, loss, outputs, temperature)
+                step = self._step(last=number == len(minibatches))
+            except Exception as error:
+                if number > 1:
+                    add_outcome(
+                        error,
+                        f"It was mini-batch {number} of {len(minibatches)}: the weights are those after "
+                        f"the {number - 1 - skipped} optimizer steps before it.",
+                    )
+                raise
             metrics |= {f"{self.prefix}/{name}": value for name, value in step.items() if name != "skipped"}
             if step["skipped"]:
                 skipped += 1

@@ -101,6 +101,17 @@ def test_figures_of_a_loss_are_joined_as_declared(actor, rows):
     assert several["rows"] == pytest.approx(1.0)
 
 
+def test_an_update_that_fails_later_says_which_steps_were_made(actor, rows):
+    def refuses_two(outputs, rows, totals):
+        if 2.0 in rows["rewards"].tolist():
+            raise ValueError("no rewards of 2")
+        return outputs["log_probs"].values.sum() * 0.0, {}
+
+    marked = rows.with_columns(rewards=torch.tensor([0.0] * (ROWS - 1) + [2.0]))  # of the last mini-batch
+    with pytest.raises(hf.errors.WorkerError, match=r"(?s)no rewards of 2.*mini-batch 3 of 3.*after the 2 optimizer steps"):
+        actor.update_actor(marked, loss=refuses_two, minibatches=3).get()
+
+
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_trajectories_of_several_rows_train_like_whole_ones(actor, rows, loss):
     """The same mini-batches on two replicas, counted in trajectories."""
