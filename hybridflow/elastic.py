@@ -60,7 +60,7 @@ class Elastic(ElasticDevices):
     `State` to actions. `sizes` are the data parallel sizes that the actor may have (default: all multiples of its own
     by a power of two, and the largest); the groups of all sizes are made here.
 
-    A policy that raises or answers what is not possible is refused with a warning, and devices stay where they are until
+    A policy that raises or answers what is not possible is refused with a warning; devices stay where they are until
     the next iteration asks it again.
     Errors: ConfigError, PlacementError for groups that lie elsewhere; those of `resizing.GroupSizes`.
     """
