@@ -52,6 +52,7 @@ class _Watched:
     rank: int
     host: HostProcess
     address: tuple[str, int] | None = None
+    key: bytes = b""
     socket: socket.socket | None = None
     open: bool = False
     seen: bool = False
@@ -178,7 +179,8 @@ class HostMonitor:
         for watched in starting:
             if watched.host.address in ready:
                 try:
-                    watched.address = ray.get(watched.host.address, timeout=liveness.ANSWER_SECONDS)
+                    *where, watched.key = ray.get(watched.host.address, timeout=liveness.ANSWER_SECONDS)
+                    watched.address = where[0], where[1]
                     self._connect(selector, watched)
                 except ray.exceptions.GetTimeoutError:
                     continue
@@ -205,7 +207,7 @@ class HostMonitor:
         if code := watched.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._give_up(selector, watched, OSError(code, os.strerror(code)))
             return
-        watched.socket.send(WATCH)
+        watched.socket.send(watched.key + WATCH)
         watched.open = watched.seen = True
         watched.until = math.inf
         selector.modify(watched.socket, selectors.EVENT_READ, watched)
@@ -301,7 +303,7 @@ def _new_socket(host: str) -> socket.socket:
 def _refuses(host: HostProcess) -> bool:
     """Whether the process is gone: nothing listens at its address. A stopped process still does."""
     try:
-        where, port = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
+        where, port, _ = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
         socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
     except ray.exceptions.GetTimeoutError:  # it has not started yet
         return False
