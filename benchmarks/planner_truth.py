@@ -245,8 +245,8 @@ def main() -> None:
     hf.shutdown()
     result |= compare(found, times)
     if args.details:
-        print(details(found, calls))
-    print(table(found, result))
+        print(details(found, calls), file=sys.stderr)
+    print(table(found, result), file=sys.stderr)
     print(json.dumps(result))
 
 

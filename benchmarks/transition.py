@@ -17,13 +17,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import hybridflow as hf
 from benchmarks.designs import WEAKER, WeakerTransition
@@ -68,6 +69,7 @@ class Transitions:
 
     def __init__(self, *, model: str, optimizer: hf.Adam | None, designs: bool = True) -> None:
         from hybridflow.engines.train_backends import build_engine
+        from hybridflow.engines.vllm import core
         from hybridflow.engines.vllm.engine import VLLMEngine
         from hybridflow.engines.vllm.layout import vllm_layout
 
@@ -81,7 +83,9 @@ class Transitions:
         self.train.weights_loaded()
         generation = self.grid.generation()
         vllm = hf.VLLM(tp=generation.t, pp=generation.p, dtype="bfloat16", kv_cache_gb=0.05)
-        self.generator = VLLMEngine(context, vllm, generation, spec, model)
+        self.loaders: dict[nn.Parameter, Any] = {}
+        with patch.object(core, "lighten", partial(self._lighten, core.lighten)):
+            self.generator = VLLMEngine(context, vllm, generation, spec, model)
         vanilla = vllm_layout(spec, self.grid.generation(rule="vanilla"))
         self.engines: dict[str, Any] = {"hybridflow": self._hybrid(overlap=optimizer is not None)}
         if optimizer is None and designs:
@@ -91,6 +95,11 @@ class Transitions:
                 self.generator.memory().acquire()
                 regrouped = Regrouped(self.generator, vanilla)
                 self.engines[name] = WeakerTransition(name, self.train, regrouped, self.group, self.rank)
+
+    def _lighten(self, lighten: Callable[[nn.Module], None], model: nn.Module) -> None:
+        """Keep the classes of vLLM's parameters, which have its loaders and which an engine does not need."""
+        self.loaders = {parameter: type(parameter) for parameter in model.parameters()}
+        lighten(model)
 
     def _hybrid(self, overlap: bool = False) -> HybridEngine:
         self.generator.memory().acquire()
@@ -120,11 +129,15 @@ class Transitions:
 
     def _load_full_tensors(self) -> dict[str, float]:
         self.generator.memory().acquire()
-        received = [0]
+        received, plain = [0], {parameter: type(parameter) for parameter in self.loaders}
+        for parameter, kind in self.loaders.items():
+            parameter.__class__ = kind
         start = time.perf_counter()
         with torch.no_grad():
             self.generator._runner().model.load_weights(self._full_tensors(received))  # vLLM's own loader
         seconds = time.perf_counter() - start
+        for parameter, kind in plain.items():
+            parameter.__class__ = kind
         self.generator.memory().release()
         return {"seconds": seconds, "received_mb": received[0] / 1e6}
 

@@ -44,6 +44,7 @@ from hybridflow.errors import (
     WorkerError,
 )
 from hybridflow.recovery import needs_moments, rebuild, replace_lost
+from hybridflow.run_lock import RunLock
 from hybridflow.run_state import Moment, RunParts, Saving, metric_values, restore, verified
 from hybridflow.settings import require
 from hybridflow.streams import ResponseStream
@@ -110,6 +111,10 @@ class Checkpoints:
         self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
         self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
         self._named, self._only = dict(parts or {}), only
+        lock = self.directory.with_name(f".{self.directory.name}.lock")
+        self._owner = RunLock(lock, f"Checkpoints({str(directory)!r})")
+        if self._replay is None and not ((session := Session.existing()) and session.traces):
+            self._owner.take()
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
         self._metrics: tuple[Any, ...] = ()
@@ -162,6 +167,8 @@ class Checkpoints:
             self._count_restart("the loop was left by an error")
             self._rebuild(session)
             return self._iterate(session, loader)
+        if self._replay is None:
+            self._owner.take()
         session.attach(loader, "loader")
         for name, part in self._named.items():
             session.attach(part, name)
@@ -399,3 +406,4 @@ class Checkpoints:
         if self._exhausted and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
             with suppress(OSError):
                 (self.directory / _ENDED).write_text(f"{self._step}\n")
+        self._owner.release()

@@ -343,7 +343,8 @@ class VLLM:
     weights and KV cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
 
     Unfinished rows continue when new weights arrive: with `kv="recompute"` their KV cache is computed again, with
-    `kv="keep"` it stays (faster; later tokens then attend to keys and values of older weights).
+    `kv="keep"` it stays (faster; later tokens then attend to keys and values of older weights). An actor that generates
+    on its own devices gives its cache back while it trains, and refuses `kv="keep"`.
 
     On CUDA vLLM captures graphs, which hold addresses: its weights are released and acquired as a whole and never share
     memory with training. `eager=True` captures no graphs: generation is slower, the transition works layer by layer and

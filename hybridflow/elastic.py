@@ -4,7 +4,8 @@
     after the last mini-batch: the static placement again, and the new weights
 
 The policy is a pure function (`planner/elastic/`). A switch changes the placement when all of it has happened; a part
-that fails leaves the actor in its old size, and from then on devices stay where they are.
+that fails leaves the actor in its old size, and from then on devices stay where they are. A policy that fails is asked
+again in the next iteration.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hybridflow.environments.agent import Agent
 from hybridflow.errors import HybridFlowError, PlacementError
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
+    LOOKS,
     Action,
     Allocate,
     Component,
@@ -45,7 +47,6 @@ from hybridflow.settings import require
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_LOOKS = 32  # per iteration, as rows finish
 _SWITCHES = "elastic/switches"
 _OLD_SECONDS = 1.5  # of a report
 
@@ -59,7 +60,8 @@ class Elastic(ElasticDevices):
     `State` to actions. `sizes` are the data parallel sizes that the actor may have (default: all multiples of its own
     by a power of two, and the largest); the groups of all sizes are made here.
 
-    A policy that raises or answers what is not possible is refused with a warning, and devices stay where they are.
+    A policy that raises or answers what is not possible is refused with a warning; devices stay where they are until
+    the next iteration asks it again.
     Errors: ConfigError, PlacementError for groups that lie elsewhere; those of `resizing.GroupSizes`.
     """
 
@@ -111,7 +113,8 @@ class ElasticStream(ReplicaStream):
         copy_seconds: float,
     ) -> None:
         self.elastic, self._minibatches = elastic, options.max_staleness + 1
-        self._refused = False
+        self._refused = self._stopped = False  # until the next iteration; for good
+        self._said = set[str]()
         self.seconds: list[float] = []
         """Of each iteration that has ended, up to the start of the next one."""
         group = elastic.rollout
@@ -128,6 +131,7 @@ class ElasticStream(ReplicaStream):
             rows=self.options.rows * self._minibatches,
             n=self.options.n,
             minibatches=self._minibatches,
+            max_tokens=self._longest(),
         )
         self._tokens = self._trained_tokens = 0  # of the last mini-batch, of this iteration
         chains = {number: self._chain(number)[1] for number in range(self._now.rollout.most)}
@@ -137,6 +141,11 @@ class ElasticStream(ReplicaStream):
         self._look_below, self._begun, self._given_at = self._now.rows, time.monotonic(), time.monotonic()
         self._switched = {_SWITCHES: 0.0, "elastic/switch_seconds": 0.0, "elastic/moved_rows": 0.0}
         self._start_with(self._now.rollout.ids)
+
+    def _longest(self) -> int:
+        """Tokens of a response, at most."""
+        usual = self.elastic.rollout.settings["generate"].sampling
+        return replace(usual, max_tokens=self._sampling.get("max_tokens", usual.max_tokens)).longest
 
     def metrics(self) -> dict[str, float]:
         """Those of `ResponseStream`, and of the iteration so far `elastic/switches`, `elastic/switch_seconds` and
@@ -182,6 +191,7 @@ class ElasticStream(ReplicaStream):
             self.seconds.append(now - self._begun)
             self.elastic.measured.iteration(now - self._begun, self._trained_tokens, self._moved)
         self._begun, self._trained_tokens, self._whole, self._moved = now, 0, True, False
+        self._refused = False
         self._now = replace(self._now, rows=admitted * self.options.n)
         self._look_below = self._now.rows
         self._reports.begin(self._unsubmitted())
@@ -200,7 +210,7 @@ class ElasticStream(ReplicaStream):
         self._poll_reports()
         left = sum(chain.unfinished for chain in self._chains.values())
         if 0 < left < self._look_below and self._reports.at > self._begun:
-            self._look_below = left - max(1, self._now.rows // _LOOKS)
+            self._look_below = left - max(1, self._now.rows // LOOKS)
             self._look("rows")
 
     def _queue_meanwhile(self) -> None:
@@ -254,10 +264,18 @@ class ElasticStream(ReplicaStream):
         self._take_up(self._chains.values())
         state = self._view(event)
         self._looked = self._admission.taken, self._ready // self.options.groups
-        actions, error = decide(static if self._refused else self.elastic.policy, state)
-        self._refused |= error is not None
+        actions, error = decide(static if self._refused or self._stopped else self.elastic.policy, state)
+        if error is not None:
+            self._refused = True
+            self._say(f"{error} Devices stay where they are in this iteration, and in each whose policy fails alike.")
         self.elastic.measured.took("look", time.monotonic() - start)
         self._act(actions, error or why(state))
+
+    def _say(self, text: str) -> None:
+        """On the console, once."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
 
     # What the policy sees
 
@@ -330,8 +348,8 @@ class ElasticStream(ReplicaStream):
                     case Release(name, count) | Allocate(name, count):
                         self._set(name, count if isinstance(action, Allocate) else -count)
         except NotResizedError as error:
-            self._refused = True
-            logger.warning("devices stay where they are from now on: the switch failed. %s", error)
+            self._stopped = True
+            self._say(f"devices stay where they are from now on: the switch failed. {error}")
             reason = f"{reason}; failed: {str(error).splitlines()[0]}"
             self._join(max(0, before.rollout.instances - len(self._live)))
         self._reports.forget()

@@ -13,10 +13,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 from hybridflow.admission import Admission, Replica, StreamBatch, StreamOptions
 from hybridflow.batch.batch import Batch
@@ -43,7 +42,6 @@ from hybridflow.settings import require
 
 Function = Callable[[BatchRef], BatchRef]
 _LOOK_SECONDS, _BATCHES = 1.0, 4  # the driver is at most two batches ahead of the hosts
-_streams: WeakValueDictionary[int, ResponseStream] = WeakValueDictionary()  # by the identity of their groups
 
 
 def stream(
@@ -78,8 +76,10 @@ def stream(
     `hf.Checkpoints.resume(stream)` continues with the prompts that were under way. One iteration of the session is one
     batch.
 
-    Errors: ConfigError for these settings, a group that cannot generate or has another stream, and a loop that does not
-    give new weights to the rollouts when the bound asks for it.
+    A group has one stream: a new one takes it over and closes the one before.
+
+    Errors: ConfigError for these settings, a group that cannot generate, a loop over a closed stream, and one that does
+    not give new weights to the rollouts when the bound asks for it.
     """
     require(isinstance(loader, PromptSource), f"stream takes a PromptLoader, got {type(loader).__name__}.")
     options = StreamOptions(rows=rows, n=n, max_staleness=max_staleness, on_stale=on_stale)  # type: ignore[arg-type]
@@ -113,15 +113,36 @@ class ResponseStream:
         self.loader, self.options = loader, options
         self._groups, self._until, self._sampling, self._function = groups, until, sampling, function
         self._copy_seconds, self._keeps = copy_seconds, False  # until a state is asked for
+        self._closed = self._started = False
         for group in groups:
-            if (other := _streams.get(id(group))) is not None and other is not self:
-                raise ConfigError(f"{group.name} has a stream already: end its loop and delete it first.")
-        _streams.update((id(group), self) for group in groups)
+            if group.response_stream is not None:
+                group.response_stream.close()
+            group.response_stream = self
         self._waits = {"stream/wait": 0.0, "stream/rollout_wait": 0.0}
         self._restored: Mapping[str, Any] | None = None
         self._left: dict[str, int] | None = None  # the weights' versions when the loop was left
         self._given: deque[dict[int, dict[int, Finished]]] = deque(maxlen=_BATCHES)
         self._reset()
+
+    def close(self) -> None:
+        """Give up the responses under way; the groups are free, as they are for a new stream. Can be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        session = Session.existing()
+        for name, part in [] if session is None else list(session.parts.items()):
+            if part is self and session is not None:
+                del session.parts[name]
+        for group in self._groups:
+            group.response_stream = None
+            if self._started and self._until is not None and not group.closed:
+                with suppress(HybridFlowError):  # lost hosts have no rows
+                    group.withdraw_rows()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            names = ", ".join(group.name for group in self._groups) or "its function"
+            raise ConfigError(f"this stream of {names} is closed, or a newer one has taken over: loop over that one.")
 
     def _reset(self) -> None:
         until, copying = cast("Until", self._until), self._copy_seconds if self._keeps else None
@@ -212,6 +233,7 @@ class ResponseStream:
 
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
+        self._check_open()
         if session.traces:
             yield from session.backend.stream(self.loader, self._function, self.options, bool(self._sessions))
             return
@@ -227,6 +249,7 @@ class ResponseStream:
                     break
                 self._measure(start)
                 yield batch
+                self._check_open()
                 self._after_batch()
                 self._admission.trained()
                 self._see_weights()
@@ -240,6 +263,8 @@ class ResponseStream:
         try:
             yield
         except BaseException:
+            if self._closed:
+                raise
             self.load_state(self._state())
             self._left = self._weights()
             raise
@@ -332,7 +357,7 @@ class ResponseStream:
         """Keep calls queued of groups that do nothing else. Errors come with the next batch: the loop's calls count."""
         chains = [chain for chain in self._chains.values() if chain.replica is not None]
         try:
-            for chain in chains if self._error is None else ():
+            for chain in chains if self._error is None and not self._closed else ():
                 chain.collect()
                 self._queue_calls(chain)
         except HybridFlowError as error:

@@ -152,7 +152,8 @@ class GenerationGrid(_RankArray):
     `rule="vanilla"` ranks of a training replica are simply counted through with the smaller sizes.
 
     `rule="general"` takes any sizes: the ranks of the whole group are counted through, so a generation replica may be
-    larger than a training replica or span two, and a device's generation shard need not contain its training shard.
+    larger than a training replica or span two, and a device's generation shard need not contain its training shard. Its
+    ranks are numbered so that as much as possible of their generation shards is in their training shards.
 
     Errors: PlacementError for an unknown rule or sizes that it does not allow: t_g must divide t and p_g must divide p,
     or (general) p_g*t_g must divide the number of ranks.
@@ -204,6 +205,8 @@ class GenerationGrid(_RankArray):
     def array(self) -> NDArray[np.int64]:  # type: ignore[override]
         shape = (self.d, self.micro, self.p, self.t)
         ranks = np.arange(self.size)
+        if self.rule == "general" and self.p * self.t > 1:
+            return np.concatenate([_numbered(self, part) for part in ranks.reshape(-1, self.p * self.t)]).reshape(shape)
         if self.rule != "hybridflow":
             return ranks.reshape(shape)
         every_p, every_t = self.train.p // self.p, self.train.t // self.t
@@ -221,3 +224,21 @@ class GenerationGrid(_RankArray):
     def rank(self, p: int = 0, t: int = 0, micro: int = 0, d: int = 0) -> int:
         """The rank at these generation coordinates."""
         return self._slice(d=d, micro=micro, p=p, t=t)[0]
+
+
+def _numbered(grid: GenerationGrid, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The ranks of a generation replica by their position there (p, then t): a linear assignment by the overlap of
+    shards, as shares of layers times shares of each layer. Of equally good numberings one near the given order."""
+    from scipy.optimize import linear_sum_assignment  # takes a while to import
+
+    train, position = grid.train, np.arange(grid.p * grid.t)
+    stages = _overlaps(ranks // train.t % train.p, train.p, position // grid.t, grid.p)
+    parts = _overlaps(ranks % train.t, train.t, position % grid.t, grid.t)
+    shared = stages * parts * (len(ranks) + 1) + np.eye(len(ranks), dtype=np.int64)
+    return ranks[linear_sum_assignment(shared.T, maximize=True)[1]]
+
+
+def _overlaps(of_rank: NDArray[np.int64], sizes: int, at: NDArray[np.int64], others: int) -> NDArray[np.int64]:
+    """[rank, position]: the part that interval i of `sizes` equal ones and interval k of `others` share."""
+    starts = np.maximum.outer(of_rank * others, at * sizes)
+    return np.maximum(0, np.minimum.outer((of_rank + 1) * others, (at + 1) * sizes) - starts)

@@ -32,6 +32,7 @@ from hybridflow.metric_loggers import Destinations, LoggerThread, Metrics, find_
 from hybridflow.report.recorder import EventRecorder
 from hybridflow.report.run_files import RunFiles
 from hybridflow.run_display import RunDisplay, drawn_curve
+from hybridflow.run_lock import RunLock
 from hybridflow.sample_rows import SampledBatches, sampled
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class Tracker:
     `log` is one iteration behind; `finish` writes the last one and draws the curve. Without a call or `with`, it runs
     at the end of the session (`hf.shutdown()`) or of the program.
 
-    Errors: ConfigError for a directory that cannot be written, an unknown logger, and one whose package is missing.
+    Errors: ConfigError for a directory that cannot be written or that another process writes to (`run_lock`), an
+    unknown logger, and one whose package is missing.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class Tracker:
         except OSError as error:
             why = f"{error.strerror}: {error.filename}"
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
+        self._owner = RunLock(self.directory / ".lock", f"Tracker({str(directory)!r})")
+        self._owner.take()
         if current_cell() is not None:
             self._end_earlier()
         self._files, self._closed = KeptFiles(self.directory, _KEPT), False
@@ -212,6 +216,7 @@ class Tracker:
         again, and after `finish`. Errors: ConfigError when it is not a state; the tracker is then unchanged.
         """
         saved = RunState.read(state)
+        self._owner.take()
         self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
         self._step = self._resumed = self._logged = self._written = saved.step
         for plot in self._plots:
@@ -387,6 +392,7 @@ class Tracker:
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.close()
+        self._owner.release()
 
     def _wait_for_loggers(self, seconds: float, again: bool = False) -> list[str]:
         """Wait until the loggers have been called for all metrics; the names of those that have not been."""

@@ -20,7 +20,7 @@ from recipes.small_model import EOS, SmallModel
 DEFAULTS = (
     settings.RUN,
     """
-name: game            # metrics and the trained model go to runs/<name>, or to name, if it is a path
+name: game            # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 60             # iterations
 batch_size: 20        # games
 n: 32                 # trajectories per game
@@ -82,16 +82,17 @@ def main(arguments: list[str]) -> None:
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
     )
-    tracker, made = settings.tracker(cfg), functools.partial(Game, cfg.shuffled)
-    for prompts in loader:
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
+    made = functools.partial(Game, cfg.shuffled)
+    for prompts in checkpoints.resume(loader):
         batch = actor.generate_sequences(prompts, n=cfg.n, environment=made, max_turns=cfg.turns)
         batch |= actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
         tracker.log(batch.metrics(), actor.update_actor(batch, minibatches=cfg.minibatches))
         tracker.samples(batch, every=10, tokenizer=model)
+        checkpoints.step()
     actor.save(home / "model")
-    tracker.finish()
-    hf.shutdown()
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ RUN = """
 seed: 1               # of prompts, sampling and initial values
 model: null           # a Hugging Face directory or hub name; null: the small model of the recipe
 track: []             # tensorboard, wandb, mlflow
+checkpoint_every: 20  # iterations; 0: none
+record_batches: false # keep generated batches as long as checkpoints, for hybridflow replay
+resume: auto          # auto: continue the run of this name if it has not ended; never: start anew; or a checkpoint
 """
 TASK = """
 prompts: null         # JSONL, Parquet, a dataset's directory or hub name (openai/gsm8k data.name=main data.split=train)
@@ -26,9 +29,6 @@ evaluate_every: 0     # iterations between further such evaluations, whose best 
 reward: exact         # exact, math, numeric, regex, code, FILE.py:FUNCTION, or the directory of a reward model
 data:                 # columns of prompts and references (unit tests for code), and options of datasets
  {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null, name: null, split: null, held_out_split: null}
-checkpoint_every: 20  # iterations; 0: none
-record_batches: false # keep generated batches as long as checkpoints, for hybridflow replay
-resume: auto          # auto: continue the run of this name if it has not ended; never: start anew; or a checkpoint
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
 BEST = "held_out/reward"
@@ -80,7 +80,7 @@ def tracker(cfg: Any) -> hf.Tracker:
 
 def checkpoints(cfg: Any) -> hf.Checkpoints:
     """Checkpoints of the run, in its directory."""
-    how = {"every": cfg.checkpoint_every or None, "best": BEST if cfg.evaluate_every else None}
+    how = {"every": cfg.checkpoint_every or None, "best": BEST if cfg.get("evaluate_every") else None}
     return hf.Checkpoints(directory(cfg) / "checkpoints", resume=str(cfg.resume), batches=cfg.record_batches, **how)
 
 

@@ -20,7 +20,7 @@ from recipes.small_model import EOS, SmallModel
 DEFAULTS = (
     settings.RUN,
     """
-name: tools           # metrics and the trained model go to runs/<name>, or to name, if it is a path
+name: tools           # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 batch_size: 16        # sums
 n: 16                 # trajectories per sum
@@ -74,8 +74,8 @@ def small_model(directory: Path) -> Path:
 
 def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
-    home, rng = settings.directory(cfg), random.Random(cfg.seed)
-    pool, tracker, add = hf.ResourcePool(cfg.devices), settings.tracker(cfg), calculator(cfg.shuffled)
+    home, rng, add = settings.directory(cfg), random.Random(cfg.seed), calculator(cfg.shuffled)
+    pool, tracker, checkpoints = hf.ResourcePool(cfg.devices), settings.tracker(cfg), settings.checkpoints(cfg)
     reward, model = hf.RewardWorker.on(pool, function=correct), cfg.model or small_model(home / "start")
     actor = hf.ActorWorker.on(
         pool,
@@ -85,15 +85,15 @@ def main(arguments: list[str]) -> None:
         generate=hf.VLLM(**cfg.actor.generate),
     )
     sums = [{"prompt": f"{a}+{b}=", "answer": a + b} for a, b in (rng.sample(range(10, 100), 2) for _ in range(1000))]
-    for prompts in hf.PromptLoader(sums, batch_size=cfg.batch_size, steps=cfg.steps):
+    for prompts in checkpoints.resume(hf.PromptLoader(sums, batch_size=cfg.batch_size, steps=cfg.steps)):
         batch = actor.generate_sequences(prompts, n=cfg.n, tools=[add], max_turns=2)
         batch |= reward.compute_reward(batch) | actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
         tracker.log(batch.metrics(), actor.update_actor(batch, minibatches=cfg.minibatches))
         tracker.samples(batch, every=10, tokenizer=model)
+        checkpoints.step()
     actor.save(home / "model")
-    tracker.finish()
-    hf.shutdown()
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":

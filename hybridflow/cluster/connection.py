@@ -12,6 +12,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ LOCAL_DEVICES = 16
 STATUS = 128 + signal.SIGTERM
 _WITHIN_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0
+_SETTINGS = bytes(3) + b"\x04" + bytes(5)  # an HTTP/2 frame: its length, type, flags, stream
 _LONGEST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 """Bytes of Ray's directory: a socket's path has at most 107."""
 
@@ -73,11 +75,19 @@ def connect(session: str, address: str | None, devices: int | None) -> str:
 
 
 def _join(address: str) -> None:
-    """Connect to an existing cluster, `host:port` or "auto". Errors: ConfigError when none answers there."""
+    """Connect to an existing cluster, `host:port` or "auto". Errors: ConfigError when none answers there, within twice
+    `_ANSWER_SECONDS`: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
+    good = host and "://" not in host and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not good and address != "auto":
+        kind = "an address of Ray Client, whose driver is outside of the cluster" if "ray://" in address else "none"
+        raise ConfigError(
+            f"RAY_ADDRESS or address={address!r} is not host:port of a cluster's head ({kind}): run the driver on a "
+            f"machine of the cluster and give its host and port, such as 10.0.0.1:6379, or 'auto'."
+        )
     try:
-        if host and port.isdigit():  # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+        if good:
+            _check_grpc(host.strip("[]"), int(port))
             _show_token(address, host)
         ray.init(address=address, logging_level=logging.ERROR)
     except OSError as error:
@@ -85,6 +95,23 @@ def _join(address: str) -> None:
             f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head` and give its host:port, "
             f"or unset RAY_ADDRESS to have one started."
         ) from error
+
+
+def _check_grpc(host: str, port: int) -> None:
+    """A Ray head speaks gRPC, which is HTTP/2: its first frame has settings. Errors: OSError when nothing or something
+    else answers there."""
+    with socket.create_connection((host, port), timeout=_ANSWER_SECONDS) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+        end, frame = time.monotonic() + _ANSWER_SECONDS, b""
+        while len(frame) < len(_SETTINGS):
+            connection.settimeout(max(0.01, end - time.monotonic()))
+            if not (part := connection.recv(len(_SETTINGS) - len(frame))):
+                break
+            frame += part
+    if frame[3:] != _SETTINGS[3:]:
+        raise OSError(f"another service, whose answer begins with {frame!r}")
 
 
 def _show_token(address: str, host: str) -> None:

@@ -72,6 +72,7 @@ class WorkerGroup:
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
         self.closed, self._listed = "", listed
         self._replicas: list[WorkerGroup] = []
+        self.response_stream: Any = None  # the one that advances its rows: `hf.stream`, `hf.Elastic`
         self.sleeping: dict[int, RankGroup] = {}  # ranks in other data parallel sizes, without memory (GroupSizes)
         self._schedule = schedule
         self._version = 0  # of the weights; all ranks start from those of the model directory

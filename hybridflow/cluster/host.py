@@ -80,9 +80,9 @@ class Host:
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
         self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
 
-    def address(self) -> tuple[str, int]:
-        """Host and port of this process's `LivenessServer`."""
-        return self._liveness.address
+    def address(self) -> tuple[str, int, bytes]:
+        """Host, port and key of this process's `LivenessServer`."""
+        return *self._liveness.address, self._liveness.key
 
     def join(self, store: tuple[str, int]) -> None:
         """Join the pool's torch world through the session's rendezvous store at this host and port.

@@ -3,7 +3,8 @@
 starting --address--> connecting --connected--> open --end of stream, error--> connecting again --refused--> lost
 
 Every `SAMPLE_SECONDS` an open host is asked for its activity: a machine that vanished does not acknowledge the
-question, and the answers show which rank of a group its peers keep waiting for (`slow_ranks.py`).
+question, and the answers show which rank of a group its peers keep waiting for (`slow_ranks.py`). A host that does not
+answer is named after `SILENT_SECONDS`: what waits for it may be a call of another group, or none.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from hybridflow.cluster.slow_ranks import SlowRanks
 
 logger = logging.getLogger(__name__)
 SAMPLE_SECONDS = 2.0
+SILENT_SECONDS = 15.0
 _TICK_SECONDS = 0.5
 _GONE_SECONDS = 2.5  # without an acknowledgement from a machine, and then
 _AGAIN_SECONDS = 1.0  # without an answer to a new connection, it is gone
@@ -50,6 +52,7 @@ class _Watched:
     rank: int
     host: HostProcess
     address: tuple[str, int] | None = None
+    key: bytes = b""
     socket: socket.socket | None = None
     open: bool = False
     seen: bool = False
@@ -57,14 +60,18 @@ class _Watched:
     said: bytes = b""
     asked: float | None = None
     doing: Doing | None = None
+    silent: bool = False  # and it was reported
     done: bool = False  # lost, or out of reach from here
+
+    def __str__(self) -> str:
+        return f"host {self.rank} of pool {self.pool} on node {self.host.node_name or '(unknown)'}"
 
     def take(self, said: bytes) -> None:
         """A part of an answer. A line that is not one is ignored."""
         *lines, self.said = (self.said + said).split(b"\n")
         self.said = self.said[-_LONGEST:]
         for line in lines:
-            self.asked = None
+            self.asked, self.silent = None, False
             with contextlib.suppress(ValueError, TypeError):
                 self.doing = Doing(**json.loads(line))
 
@@ -172,7 +179,8 @@ class HostMonitor:
         for watched in starting:
             if watched.host.address in ready:
                 try:
-                    watched.address = ray.get(watched.host.address, timeout=liveness.ANSWER_SECONDS)
+                    *where, watched.key = ray.get(watched.host.address, timeout=liveness.ANSWER_SECONDS)
+                    watched.address = where[0], where[1]
                     self._connect(selector, watched)
                 except ray.exceptions.GetTimeoutError:
                     continue
@@ -186,7 +194,7 @@ class HostMonitor:
         try:
             watched.socket = _new_socket(watched.address[0])
         except OSError as error:  # this process has too many open files
-            logger.warning("host %d of pool %s is not watched: %s", watched.rank, watched.pool, error)
+            logger.warning("%s is not watched: %s", watched, error)
             watched.done, watched.until = True, math.inf
             return
         code = watched.socket.connect_ex(watched.address)
@@ -199,7 +207,7 @@ class HostMonitor:
         if code := watched.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._give_up(selector, watched, OSError(code, os.strerror(code)))
             return
-        watched.socket.send(WATCH)
+        watched.socket.send(watched.key + WATCH)
         watched.open = watched.seen = True
         watched.until = math.inf
         selector.modify(watched.socket, selectors.EVENT_READ, watched)
@@ -226,7 +234,7 @@ class HostMonitor:
         if watched.seen:
             self._lose(watched)
         else:
-            logger.debug("host %d on node %s cannot be watched: %s", watched.rank, watched.host.node_name, why)
+            logger.debug("%s cannot be watched: %s", watched, why)
             watched.done = True
 
     def _lose(self, watched: _Watched) -> None:
@@ -237,17 +245,18 @@ class HostMonitor:
                 return
             watched.done = True
             self._incidents.lost[host.address] = LostHost(watched.pool, watched.rank, host.node_name, time.time())
-            groups = [
-                f"{ranks.name} (rank {rank})"
-                for ranks, _ in self._groups.values()
-                for rank, at in enumerate(ranks.hosts)
-                if at.address == host.address
-            ]
         logger.error(
-            "host %d of pool %s on node %s is lost: its process died or its machine is gone. It held %s, whose calls "
-            "fail from now on. Close the pool and make a new one.",
-            *(watched.rank, watched.pool, host.node_name or "(unknown)", ", ".join(groups) or "no group"),
+            "%s is lost: its process died or its machine is gone. It held %s, whose calls fail from now on. Close the "
+            "pool and make a new one.",
+            *(watched, self._held_by(host)),
         )
+
+    def _held_by(self, host: HostProcess) -> str:
+        """The ranks on this host."""
+        with self._lock:
+            groups = [ranks for ranks, _ in self._groups.values()]
+        ranks = [(one.name, rank) for one in groups for rank, at in enumerate(one.hosts) if at.address == host.address]
+        return ", ".join(f"{name} (rank {rank})" for name, rank in ranks) or "no group"
 
     def _sample(self, now: float, everyone: Sequence[_Watched]) -> None:
         """Look for ranks that their peers wait for, and ask all hosts for their activity once more."""
@@ -261,6 +270,10 @@ class HostMonitor:
                 if text := slow.notice(now):
                     logger.warning("%s", text)
         for watched in everyone:
+            if watched.asked is not None and now - watched.asked >= SILENT_SECONDS and not watched.silent:
+                watched.silent = True
+                said = "%s, which holds %s, has not answered for %.0f s: its process is stopped, or hangs in a function"
+                logger.warning(said, watched, self._held_by(watched.host), now - watched.asked)
             if watched.open and watched.asked is None and watched.socket is not None:
                 with contextlib.suppress(OSError):  # the next round reads the error
                     watched.socket.send(ASK)
@@ -290,7 +303,7 @@ def _new_socket(host: str) -> socket.socket:
 def _refuses(host: HostProcess) -> bool:
     """Whether the process is gone: nothing listens at its address. A stopped process still does."""
     try:
-        where, port = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
+        where, port, _ = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
         socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
     except ray.exceptions.GetTimeoutError:  # it has not started yet
         return False

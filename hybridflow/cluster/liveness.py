@@ -8,9 +8,11 @@ answer. So errors and notices name the rank that holds up the others, not one th
 from __future__ import annotations
 
 import copy
+import hmac
 import json
 import logging
 import math
+import secrets
 import selectors
 import socket
 import sys
@@ -70,15 +72,17 @@ def listening_socket(host: str) -> socket.socket:
 
 
 class LivenessServer:
-    """Serves clients one byte at a time: `ASK` is answered with one line of JSON, a `Doing`, and `STACKS` with the
-    stacks of all threads; then the connection is closed. After `WATCH` it stays open, until the process ends, for any
-    number of `ASK`.
+    """Serves clients that begin with its `key`, then one byte at a time: `ASK` is answered with one line of JSON, a
+    `Doing`, and `STACKS` with the stacks of all threads; then the connection is closed. After `WATCH` it stays open,
+    until the process ends, for any number of `ASK`.
     """
 
     def __init__(self, host: str) -> None:
         self._call, self._thread, self._closed = "", threading.get_ident(), False
         self._socket = listening_socket(host)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.key = secrets.token_bytes(16)
+        """Known to those who may ask Ray for it: stacks and source lines are not for other users of the machine."""
         threading.Thread(target=self._serve, name="liveness", daemon=True).start()
 
     @contextmanager
@@ -112,7 +116,8 @@ class LivenessServer:
         client, watches = key.fileobj, key.data == math.inf
         assert isinstance(client, socket.socket)
         try:
-            asked = client.recv(1)
+            said = client.recv(1 if watches else len(self.key) + 1)
+            asked = said[-1:] if watches or hmac.compare_digest(said[:-1], self.key) else b""
             if asked == WATCH:
                 selector.modify(client, selectors.EVENT_READ, math.inf)
                 return
@@ -211,10 +216,10 @@ def _stacks_of(address: Any) -> str:
 def _answer(address: Any, service: bytes) -> bytes:
     """What the process at `address` says within `ANSWER_SECONDS`."""
     end = time.monotonic() + ANSWER_SECONDS
-    host, port = ray.get(address, timeout=ANSWER_SECONDS)
+    host, port, key = ray.get(address, timeout=ANSWER_SECONDS)
     said = bytearray()
     with socket.create_connection((host, port), timeout=max(0.01, end - time.monotonic())) as connection:
-        connection.sendall(service)
+        connection.sendall(key + service)
         while len(said) < _LONGEST_ANSWER:
             connection.settimeout(max(0.01, end - time.monotonic()))
             if not (part := connection.recv(1 << 16)):

@@ -110,20 +110,19 @@ class RayBackend:
 
     def _hosts(self, pool: str, per_node: Sequence[int], reserved: PlacementGroup) -> tuple[HostProcess, ...]:
         nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
-        machines = placement_group_table(reserved)["bundles_to_node_id"]
-        there = {node["NodeID"]: node for node in ray.nodes()}
+        machines = bundle_nodes(placement_group_table(reserved), ray.nodes(), len(per_node))
         device = {"num_cpus": 0, "num_gpus": 1} if self.has_cuda else {"num_cpus": 1, "num_gpus": 0}
         hosts = []
         for rank, node in enumerate(nodes):
             where = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
             options = {**device, "scheduling_strategy": where}
-            threads = self._threads(there[machines[node]]["Resources"], len(nodes))
+            threads = self._threads(machines[node]["Resources"], len(nodes))
             hosts.append(self._start(options, pool, rank, len(nodes), self.has_cuda, threads))
         addresses = [host.address.remote() for host in hosts]
         for host in hosts:
             host.join.remote(self._store_address)
         processes = tuple(
-            HostProcess(host, address, node, machines[node], there[machines[node]]["NodeManagerHostname"])
+            HostProcess(host, address, node, machines[node]["NodeID"], machines[node]["NodeManagerHostname"])
             for host, address, node in zip(hosts, addresses, nodes, strict=True)
         )
         self.monitor.watch(pool, processes)
@@ -312,6 +311,18 @@ class RayBackend:
             RankOutput(ref, 0, self.iterations.origin(ranks.name, rank, method, host), call, host.address)
             for rank, (ref, host) in enumerate(zip(refs, ranks.hosts, strict=True))
         ]
+
+
+def bundle_nodes(table: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], bundles: int) -> list[Mapping[str, Any]]:
+    """The node of each bundle of a placement group, from Ray's two tables. Errors: PlacementError when one died since
+    the group was placed: it is in neither table, or without resources."""
+    alive, placed = {node["NodeID"]: node for node in nodes if node["Alive"]}, table.get("bundles_to_node_id", {})
+    if lost := [bundle for bundle in range(bundles) if placed.get(bundle) not in alive]:
+        raise PlacementError(
+            f"the machines of nodes {lost} of a pool of {bundles} died while its host processes were being started: "
+            f"make the pool again."
+        )
+    return [alive[placed[bundle]] for bundle in range(bundles)]
 
 
 def _building(ranks: RankGroup) -> str:

@@ -213,12 +213,21 @@ def _listed(where: str, records: list[Any], place: Callable[[int], str]) -> Reco
 
 
 def read_files(where: str, files: Sequence[Path]) -> Records:
-    """The rows of all files, which are JSONL or Parquet. Errors: PromptError naming file and line."""
+    """The rows of all files, which are JSONL or Parquet. Errors: PromptError naming file and line, or a pipe or device,
+    which may block for ever and could not be read again by a run that continues."""
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise PromptError(f"{file} is a {_kind(file)}, not a regular file: write the records to one.")
     if all(is_parquet(file) for file in files):
         return _parquet_records(where, files)
     lines = [(line, file) for file in files for line in _read_lines(file)]
     places = [(file, number) for (number, _), file in lines]
     return _listed(where, [record for (_, record), _ in lines], lambda row: "{}, line {}".format(*places[row]))
+
+
+def _kind(path: Path) -> str:
+    kinds = {"directory": path.is_dir, "pipe": path.is_fifo, "socket": path.is_socket}
+    return next((kind for kind, is_one in kinds.items() if is_one()), "device")
 
 
 def _parquet_records(where: str, files: Sequence[Path]) -> Records:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from hybridflow.environments.tool_calls import ToolCall
 from hybridflow.environments.tools import schema_of
 from hybridflow.rewards.calling import reason_of
 from hybridflow.settings import is_number
+
+logger = logging.getLogger(__name__)
 
 Stop = Literal["answer", "done", "turns", "length", "failure"]
 """Why a trajectory ended: the model answered without calling a tool, the environment or program was done, `max_turns`
@@ -222,7 +225,10 @@ class EnvironmentLoop:
             return Ending(ending.stop, reward)
         finally:
             if hasattr(one, "close"):
-                await caller.call(f"{name}.close", one.close)
+                try:
+                    await caller.call(f"{name}.close", one.close)
+                except Exception:  # whatever it raises: the trajectory, or the error that ended it, stands
+                    logger.warning("%s.close failed; its trajectory is kept", name, exc_info=True)
 
     async def _play(
         self, name: str, one: Any, messages: list[Message], session: Conversation, caller: UserCalls

@@ -154,6 +154,6 @@ def _arguments(given: Any) -> Any:
     if isinstance(given, str):
         try:
             return json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             return given
     return given

@@ -77,7 +77,7 @@ class Endpoint:
         except PromptError as error:
             full = isinstance(error, ContextFullError)
             return _refusal(400, str(error), "context_length_exceeded" if full else "invalid_prompt")
-        except (HybridFlowError, ValueError, TypeError, KeyError) as error:
+        except (HybridFlowError, ValueError, TypeError, KeyError, RecursionError) as error:
             return _refusal(400, f"{type(error).__name__}: {error}", "invalid_request")
         reason = "tool_calls" if answer.message.get("tool_calls") else "stop"
         if answer.turn.end == "length":

@@ -185,7 +185,7 @@ def _value(text: str) -> Any:
     """JSON where it is JSON: a number, a list; text otherwise."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

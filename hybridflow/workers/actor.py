@@ -110,6 +110,12 @@ class ActorWorker(RowSession, ModelWorker):
         super().check(grid, settings, device_type)
         check_teacher(cls.model_spec(settings), settings)
         if settings["generate"] is not None:
+            if settings["generate"].kv == "keep":
+                raise ConfigError(
+                    f'{cls.__name__}: VLLM(kv="keep") keeps the KV cache of rollouts while they get new weights; on '
+                    f"devices that also train its memory is given back for that. Leave it out, or give the option to a "
+                    f"RolloutWorker."
+                )
             check_vllm(cls.model_spec(settings), settings["generate"], device_type)
 
     @classmethod

@@ -381,4 +381,9 @@ class RowSession:
         returned are forgotten, too.
         """
         del replica  # used by the driver only
-        return self.rollout().withdraw(row_ids, keep)
+        found = self.rollout().withdraw(row_ids, keep)
+        self.rows_withdrawn()
+        return found
+
+    def rows_withdrawn(self) -> None:
+        """Called when rows have left: others may need the memory."""

@@ -118,6 +118,9 @@ class RolloutWorker(RowSession, Worker):
         finally:
             self._rest()
 
+    def rows_withdrawn(self) -> None:
+        self._rest()
+
     def _rest(self) -> None:
         if self._rests or not self.generation.unfinished:  # a session continues from its KV cache
             self.engine.sleep()  # frees the cache's memory for other groups

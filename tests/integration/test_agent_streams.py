@@ -160,7 +160,6 @@ def test_a_loop_that_was_left_and_a_state_continue(actor, rollout):
         state = json.loads(json.dumps(first.state()))
         if len(seen) == 12:
             break
-    del first, batch
     second = hf.stream(loader(5), rollout, **settings)
     second.load_state(state)
     for batch in second:

@@ -252,6 +252,20 @@ def test_a_bad_policy_is_refused(pool, policy, rollout, judge, still, caplog, wr
     assert "is refused" in caplog.text
 
 
+def test_a_refused_policy_is_asked_again_in_the_next_iteration(pool, policy, rollout, judge, caplog):
+    asked = []
+
+    def fails(state: State) -> list[Action]:
+        asked.append(state.event)
+        assert state.max_tokens == SAMPLING.max_tokens
+        raise RuntimeError("no idea")
+
+    with placed(pool, policy, rollout, fails) as elastic:
+        run(elastic, judge, steps=3)
+    assert asked == ["start"] * 3
+    assert caplog.text.count("is refused: RuntimeError: no idea") == 1
+
+
 def test_groups_that_lie_elsewhere_are_refused(pool, hosts, policy, rollout):
     """Before anything is built."""
     actor = hf.ActorWorker.on(pool[1:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))

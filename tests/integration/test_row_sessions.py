@@ -185,3 +185,31 @@ def test_wrong_calls_are_refused(rollout, prompts, settle):
         rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=0).get()
     settle()
     assert len(rollout.withdraw_rows(replica=0).get()) == 8
+
+
+def test_a_replica_gives_its_kv_cache_back_when_its_rows_have_left(rollout, prompts):
+    """An actor may train on its devices; it gets the cache again with the next rows."""
+
+    def caches() -> list[float]:
+        return [rank["memory/kv_cache"] for rank in rollout.memory()]
+
+    rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=1).get()
+    assert caches()[0] == 0.0
+    assert (before := caches()[1]) > 0
+    rows = rollout.withdraw_rows(replica=1, row_ids=[7]).get()
+    assert caches()[1] == before  # others are left
+    rollout.withdraw_rows(replica=1, keep=True).get()
+    assert caches()[1] == before
+    rows += rollout.withdraw_rows(replica=1).get()
+    assert len(rows) == len(prompts) * SAMPLING.n
+    assert caches() == [0.0, 0.0]
+    found, wanted = drained(rollout, 1, rows=rows), whole(rollout, prompts)
+    assert {name: row["response_ids"] for name, row in found.items()} == {
+        name: row["response_ids"] for name, row in wanted.items()
+    }
+
+
+def test_an_actor_refuses_an_option_that_does_nothing_there(pool, policy):
+    generate = hf.VLLM(sampling=SAMPLING, kv="keep")
+    with pytest.raises(ConfigError, match="on devices that also train"):
+        hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=generate)

@@ -194,3 +194,20 @@ def test_a_slow_rank_is_named_while_the_call_runs(pool, place, batch, monkeypatc
     assert f"waited for rank 2 (node {socket.gethostname()}) for " in said
     assert "last at integration/test_silent_ranks.py:" in said
     assert said.endswith("in many_updates, in trainer.many_updates.")
+
+
+def test_a_stopped_host_is_named_although_no_call_waits_for_it(pool, place, settle, monkeypatch, caplog):
+    """Its peers may wait for it through other groups' calls, of which it is no part."""
+    monkeypatch.setattr(host_monitor, "SAMPLE_SECONDS", 0.2)
+    monkeypatch.setattr(host_monitor, "SILENT_SECONDS", 1.0)
+    trainer = place(Trainer, pool, name="trainer")
+    pids = trainer.pid().get()
+    end = time.monotonic() + 60.0
+    with caplog.at_level(logging.WARNING, "hybridflow.cluster.host_monitor"), stopped(pids[1]):
+        while not caplog.records and time.monotonic() < end:
+            time.sleep(0.05)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"host 1 of pool {pool.name} on node ")
+    assert "trainer (rank 1)" in record.getMessage()
+    assert "has not answered for " in record.getMessage()
+    settle()

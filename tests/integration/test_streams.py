@@ -237,7 +237,6 @@ def test_a_state_continues_with_the_prompts_under_way(actor, rollout, judge):
         states.append(first.state())
         if len(seen) == 2:
             break
-    del first, batch
     assert json.loads(json.dumps(states[-1])) == states[-1]
     second = hf.stream(loader(5), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.01)
     second.load_state(states[-1])
@@ -246,6 +245,27 @@ def test_a_state_continues_with_the_prompts_under_way(actor, rollout, judge):
         hf.sync_weights(actor, rollout)
     assert len(seen) == 5
     assert sorted(group for groups in seen for group in groups) == list(range(20))
+
+
+def test_a_new_stream_takes_over_from_one_that_is_still_referred_to(actor, rollout):
+    """A traceback or a notebook's `_` may hold the old one, and its loop may be suspended between two batches."""
+    settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": 1, "call_seconds": 0.01}
+    old = hf.stream(loader(3), rollout, **settings)
+    loop = iter(old)
+    next(loop)
+    new, seen = hf.stream(loader(3), rollout, **settings), []
+    for batch in new:
+        seen += batch.get("group_id")["group_id"].tolist()[::2]
+        hf.sync_weights(actor, rollout)
+    assert len(seen) == len({*seen}) == 12
+    for again in (loop, iter(old)):
+        with pytest.raises(ConfigError, match="a newer one has taken over"):
+            next(again)
+    assert rollout.response_stream is new
+    new.close()
+    new.close()
+    assert rollout.response_stream is None
+    assert not any(rollout.withdraw_rows().get())
 
 
 def test_an_actor_continues_unfinished_responses_after_its_update(pool, policy, judge):
@@ -297,7 +317,5 @@ def test_what_cannot_work_is_refused(actor, rollout):
     with pytest.raises(ConfigError, match="PromptLoader"):
         hf.stream(PROMPTS, rollout, **settings)  # type: ignore[arg-type]
     stream = hf.stream(loader(4), rollout, **settings)
-    with pytest.raises(ConfigError, match="has a stream already"):
-        hf.stream(loader(1), rollout, **settings)
     with pytest.raises(ConfigError, match=r"Call hf\.sync_weights"):
         list(stream)

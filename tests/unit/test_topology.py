@@ -166,9 +166,9 @@ def test_replicas_partition_all_ranks_and_take_rows_in_order(grid):
 @settings(deadline=None)
 @given(generation_grids(rule="general"))
 def test_general_replicas_are_neighbours(grid):
-    """Ranks are counted through, whatever training replicas they belong to."""
+    """Whatever training replicas they belong to."""
     replica = grid.p * grid.t
-    assert [grid.group(first, "p", "t") for first in range(0, grid.size, replica)] == [
+    assert [sorted(grid.group(first, "p", "t")) for first in range(0, grid.size, replica)] == [
         list(range(first, first + replica)) for first in range(0, grid.size, replica)
     ]
     assert (grid.d, grid.micro) == (1, grid.replicas)
@@ -262,9 +262,9 @@ def test_bad_generation_sizes(p, t, rule, message):
     ("train", "p", "t", "tensor", "micro"),
     [
         ((1, 1, 4), 1, 4, [{1, 2, 3, 4}], [{1}, {2}, {3}, {4}]),  # one replica over four training replicas
-        ((1, 2, 3), 1, 3, [{1, 2, 3}, {4, 5, 6}], [{1, 4}, {2, 5}, {3, 6}]),  # replicas that cut one in two
+        ((1, 2, 3), 1, 3, [{1, 2, 3}, {4, 5, 6}], [{1, 5}, {2, 6}, {3, 4}]),  # replicas that cut one in two
         ((2, 2, 2), 1, 4, [{1, 2, 3, 4}, {5, 6, 7, 8}], [{1, 5}, {2, 6}, {3, 7}, {4, 8}]),
-        ((1, 4, 2), 4, 2, [{1, 2}, {3, 4}, {5, 6}, {7, 8}], [{n} for n in range(1, 9)]),
+        ((1, 4, 2), 4, 2, [{1, 3}, {2, 4}, {5, 7}, {6, 8}], [{n} for n in range(1, 9)]),
     ],
 )
 def test_sizes_that_do_not_divide(train, p, t, tensor, micro):
@@ -323,3 +323,34 @@ def test_grids_are_plain_values():
     grid = RankGrid(p=2, t=4, d=2).generation(1, 2)
     assert pickle.loads(pickle.dumps(grid)) == grid
     assert len({grid, RankGrid(p=2, t=4, d=2).generation(1, 2)}) == 1
+
+
+def kept(grid: GenerationGrid, ranks: list[int]) -> Fraction:
+    """Of a generation replica with these ranks, in the order of their positions: what their training shards have."""
+    train, total = grid.train, Fraction(0)
+    for at, rank in enumerate(ranks):
+        own = train.coords(rank)
+        shares = ((own.p, train.p, at // grid.t, grid.p), (own.t, train.t, at % grid.t, grid.t))
+        both = [max(Fraction(0), min(Fraction(i + 1, n), Fraction(k + 1, m)) - max(Fraction(i, n), Fraction(k, m)))
+                for i, n, k, m in shares]  # fmt: skip
+        total += both[0] * both[1]
+    return total
+
+
+@given(generation_grids(rule="general"))
+def test_general_replicas_are_numbered_so_that_the_fewest_bytes_move(grid):
+    for replica in grid.array.reshape(-1, grid.p * grid.t).tolist():
+        found = kept(grid, replica)
+        assert found >= kept(grid, sorted(replica))
+        if len(replica) <= 5:
+            assert found == max(kept(grid, list(order)) for order in itertools.permutations(replica))
+
+
+@pytest.mark.parametrize(
+    ("train", "t_g", "moved"), [(RankGrid(t=2, d=4), 4, 0), (RankGrid(p=2, t=4), 8, Fraction(1, 2))]
+)
+def test_what_larger_replicas_receive(train, t_g, moved):
+    """Counted through it would be half of the shards, and 7/8."""
+    grid = train.generation(1, t_g)
+    replicas = grid.array.reshape(-1, t_g).tolist()
+    assert 1 - sum(kept(grid, replica) for replica in replicas) / len(replicas) == moved

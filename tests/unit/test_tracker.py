@@ -201,7 +201,7 @@ def test_a_full_disk_stops_no_run_and_figures_are_written_when_there_is_room(dis
     assert json.loads((disk / "run" / "notes.json").read_text()) == {"accuracy": 59}
     assert len(caplog.records) == 1
     assert "No space left on device. The run continues" in caplog.text
-    assert not list((disk / "run").glob(".*"))
+    assert not list((disk / "run").glob(".*.partial"))
 
 
 def test_a_full_disk_delays_what_a_restart_sets_aside(disk, caplog):
@@ -223,7 +223,7 @@ def test_a_full_disk_delays_what_a_restart_sets_aside(disk, caplog):
     assert [line["reward/mean"] for line in lines(run)] == [0.1, 0.3]
     assert [line["step"] for line in lines(run, "metrics.1.jsonl")] == [*range(2, 31)]
     assert len(caplog.records) == 1
-    assert not list(run.glob(".*"))
+    assert not list(run.glob(".*.partial"))
     tracker.finish()
 
 

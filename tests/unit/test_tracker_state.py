@@ -245,4 +245,4 @@ def test_every_line_is_kept_on_one_side(tmp_path_factory, content, half, step):
     later = aside.read_bytes().split(b"\n")[:-1] if aside.exists() else []
     assert (directory / "metrics.jsonl").read_bytes() == b"".join(line + b"\n" for line in kept)
     assert later == [line for line in content if line not in kept]
-    assert not list(directory.glob(".*"))
+    assert not list(directory.glob(".*.partial"))

@@ -83,9 +83,11 @@ class Checkpoint:
     def _sharded(self, index: Path) -> dict[str, Entry]:
         try:
             where = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            files = sorted(set(where.values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not a safetensors index with a 'weight_map': {error!r}.") from None
-        files = sorted(set(where.values()))
+        if outside := [file for file in files if Path(file).name != file or file == ".."]:
+            raise CheckpointError(f"{index} names {outside[0]!r}: the files of a checkpoint are in its own directory.")
         if absent := [file for file in files if not (self.directory / file).exists()]:
             raise CheckpointError(
                 f"{index} names {len(files)} files, of which {len(absent)} do not exist: {', '.join(absent[:5])}. "

@@ -42,17 +42,18 @@ class SeenLengths:
         self.values = np.asarray(lengths, dtype=np.float64)
         self.means = np.cumsum(self.values) / np.arange(1, len(lengths) + 1)
 
-    def remaining(self, tokens: Floats, scenario: int) -> Floats:
+    def remaining(self, tokens: Floats, scenario: int, most: float = math.inf) -> Floats:
         """Drawn for rows that have `tokens`, each by itself, so that the longest one differs between scenarios as it
         does between iterations: evenly between `tokens` and the longer lengths, in their order. A row longer than all
-        lengths seen is taken to be half through its last third."""
+        lengths seen is taken to be half through its last third. No row gets longer than `most`."""
         first = np.searchsorted(self.values, tokens, side="right")
         shares = np.random.default_rng(scenario).random(len(tokens))
         at = first + shares * (len(self.values) - first)
         below = np.minimum(at.astype(np.int64), len(self.values) - 1)
         low = np.where(below > first, self.values[np.maximum(below - 1, 0)], tokens)
         drawn = low + (at - below) * (self.values[below] - low)
-        return np.maximum(1.0, np.where(first < len(self.values), drawn - tokens, tokens / 5))
+        left = np.where(first < len(self.values), drawn - tokens, tokens / 5)
+        return np.maximum(1.0, np.minimum(left, most - tokens))
 
     def mean_until(self, tokens: float) -> float:
         """Of the lengths of at most `tokens`; the shortest one if all are longer."""
@@ -159,7 +160,7 @@ class Forecast:
         count = int(np.clip(_DRAWN // max(1, len(rows.tokens)), 2, _SCENARIOS))
         tokens = float(rows.tokens.mean()) if len(rows.tokens) else math.inf
         finished = lengths.mean_until(tokens) if state.finished else 0.0
-        draws = (lengths.remaining(rows.tokens, number) for number in range(count))
+        draws = (lengths.remaining(rows.tokens, number, state.max_tokens) for number in range(count))
         self.scenarios = [Scenario(state, rows, remaining, finished, splits) for remaining in draws]
 
     def seconds(self, firsts: Sequence[First], further: bool) -> Floats:

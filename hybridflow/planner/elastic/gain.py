@@ -60,6 +60,8 @@ class Gain:
             (staying if stays else going).append(first)
         tried = [*going[:TRIED], *staying[:TRIED]]
         seconds = [float(value) for value in forecast.seconds(tried, further=True)]
+        if not going:  # the devices allow no other split
+            return []
         best = min(range(len(going[:TRIED])), key=lambda i: seconds[i])
         stay = min(seconds[len(going[:TRIED]) :], default=math.inf)
         late = not now.actor and state.ready >= state.minibatch_groups

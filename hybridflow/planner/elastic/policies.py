@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 from hybridflow.planner.elastic.state import (
@@ -20,8 +19,6 @@ from hybridflow.planner.elastic.state import (
 from hybridflow.planner.elastic.transitions import applied
 from hybridflow.settings import Fraction, is_whole, require, settings
 
-logger = logging.getLogger(__name__)
-
 
 def valid_sizes(*, n: int, minibatches: int, rows: int, devices: int, mp: int = 1) -> tuple[int, ...]:
     """RLinf's data-parallel sizes of an actor on `devices`: a mini-batch of `rows` prompts with `n` responses each
@@ -32,15 +29,14 @@ def valid_sizes(*, n: int, minibatches: int, rows: int, devices: int, mp: int = 
 
 
 def decide(policy: Policy, state: State) -> tuple[tuple[Action, ...], str | None]:
-    """The policy's actions, and None; of a policy that raises or answers illegally the actions back to the static
-    placement, and the error: from then on `static` decides."""
+    """(actions, None). If the policy raises or answers illegally: the actions back to the static placement, and why;
+    until the next iteration `static` decides."""
     try:
         actions = tuple(policy(state))
         applied(state, actions)
     except Exception as error:  # whatever a user's policy raises
-        message = f"The policy {getattr(policy, '__name__', policy)!s:.80} is refused: {type(error).__name__}: {error}"
-        logger.warning("%s The static placement is kept.", message)
-        return tuple(static(state)), message
+        name = getattr(policy, "__name__", policy)
+        return tuple(static(state)), f"The policy {name!s:.80} is refused: {type(error).__name__}: {error}"
     return actions, None
 
 

@@ -49,7 +49,8 @@ class ElasticRun:
 
 @dataclass(frozen=True)
 class SimulatedIterations:
-    """Seconds and switches of each iteration; `refused`: why the policy was replaced by `static`."""
+    """Seconds and switches of each iteration; `refused`: why the policy was replaced by `static` in an
+    iteration, the first time."""
 
     seconds: tuple[float, ...]
     switches: tuple[tuple[Switch, ...], ...]
@@ -66,8 +67,7 @@ def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
     seconds, switches, costs = list[float](), list[tuple[Switch, ...]](), list[float]()
     refused: str | None = None
     for lengths in iterations:
-        chosen = static if refused else policy
-        found = ElasticSimulation(start_of(run, seen, costs), lengths, chosen, run.cores).run()
+        found = ElasticSimulation(start_of(run, seen, costs), lengths, policy, run.cores).run()
         seconds.append(found.seconds + run.sync_seconds)
         switches.append(tuple(found.switches))
         costs += [switch.seconds for switch in found.switches]

@@ -1,7 +1,7 @@
 """An iteration under a device policy, event by event, with known response lengths. Pure.
 
 It acts only on actions that `applied` accepts, and calls a policy where the executor calls it: at the start, as rows
-finish (each time another 1/64 of all rows has, when a mini-batch is ready for an idle actor, and when no row is left),
+finish (each time another 1/32 of all rows has, when a mini-batch is ready for an idle actor, and when no row is left),
 and after each mini-batch. A switch takes `join` where rollouts or a lent actor begin, `resize` where the actor changes
 its size, and `hand_over` where rows move; meanwhile all other instances continue.
 """
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
+    LOOKS,
     Action,
     Allocate,
     ComponentName,
@@ -30,8 +31,6 @@ from hybridflow.planner.elastic.state import (
 )
 from hybridflow.planner.elastic.transitions import Switch, applied, placement, why
 from hybridflow.planner.stream_simulation import DecodedRow, Decoding, DecodingReplica
-
-LOOKS = 64  # at rows that finish, per iteration
 
 
 @dataclass

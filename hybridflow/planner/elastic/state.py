@@ -11,6 +11,7 @@ rows finish, and between mini-batches; after the last one everything returns to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -19,6 +20,9 @@ from hybridflow.planner.stream_simulation import DecodingSpeed
 
 ComponentName = Literal["rollout", "inference", "actor"]
 Event = Literal["start", "rows", "minibatch"]
+
+LOOKS = 32
+"""Of a policy at rows that finish, per iteration."""
 
 
 class RunningGroup(NamedTuple):
@@ -100,6 +104,7 @@ class State:
     finished: int = 0
     ready: int = 0
     lengths: Sequence[int] = ()
+    max_tokens: float = math.inf  # of a response
     switches: tuple[float, ...] = ()
     iterations: tuple[tuple[bool, float], ...] = ()
     seconds: float = 0.0

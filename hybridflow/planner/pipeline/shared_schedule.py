@@ -26,7 +26,7 @@ Order = tuple[int, ...]
 EVALUATIONS, OPERATIONS = 200, 10_000
 """Limits of a search: orders that it tries, and forwards and backwards of all of them."""
 AT_ONCE = 1_000
-"""Forwards and backwards of all orders that an update tries: devices wait for it."""
+"""Forwards and backwards of all orders that an update tries beside the first four: devices wait for it."""
 
 
 def serial_makespan(stages: int, works: Sequence[Work]) -> float:
@@ -61,15 +61,16 @@ def together(
     """The schedule of all works on these stages with the shortest makespan that a small search finds.
 
     Live activations stay within `limits` on every stage (default: `memory_limits`). The search tries orders of the
-    models' micro-batches, `at_once` only the first few, and is the same on every rank. To try an order is to run it
-    with all waits and limits; the result passes `check`. Errors: ConfigError for a limit below one micro-batch.
+    models' micro-batches, `at_once` only those that it begins with, and is the same on every rank. To try an order is
+    to run it with all waits and limits; the result passes `check`. Errors: ConfigError for a limit below one
+    micro-batch.
     """
     limits = memory_limits(stages, works) if limits is None else limits
     largest = max(work.activations for work in works)
     good = len(limits) == stages and min(limits) >= largest
     require(good, f"together(limits={limits}): give each of {stages} stages room for a micro-batch of {largest:g}.")
     size = 2 * stages * sum(work.total for work in works)
-    tries = min(3, AT_ONCE // size) if at_once else min(EVALUATIONS, 3 + OPERATIONS // size)
+    tries = max(3, AT_ONCE // size) if at_once else min(EVALUATIONS, 3 + OPERATIONS // size)
 
     def tried(order: Order, patience: float) -> tuple[float, Order, InOrder]:
         found = InOrder(stages, works, order, limits, patience)
@@ -79,9 +80,10 @@ def together(
     waits = (0.0, min(work.forward for work in works), max(work.forward for work in works))
     best = tried(*next(orders := _orders(works, waits[:2])))
     for _ in range(tries):
-        if best[0] <= bound or len(works) == 1:
+        following = next(orders, None)
+        if best[0] <= bound or len(works) == 1 or (at_once and following is None):
             break
-        other = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.choice(waits))))
+        other = tried(*(following or (_exchanged(best[1], chance), chance.choice(waits))))
         best = other if other[0] <= best[0] else best
     found = best[2].schedule
     check(found, limits)
@@ -89,15 +91,17 @@ def together(
 
 
 def _orders(works: Sequence[Work], waits: Sequence[float]) -> Iterator[tuple[Order, float]]:
-    """Orders to begin with: mini-batches in rounds, micro-batches mixed evenly, or one model after the other; either
-    model first; each with one patience after the other."""
-    for patience, ahead in itertools.product(waits, (1, -1)):
+    """Orders to begin with, either model first, with each patience: mini-batches in rounds, which are the paper's two;
+    then micro-batches mixed evenly, and one model after the other."""
+    rounds, both = max(len(work.micro_batches) for work in works), list(itertools.product(waits, (1, -1)))
+    for patience, ahead in both:
         first = list(range(len(works)))[::ahead]
-        rounds = max(len(work.micro_batches) for work in works)
         counts = [
             [(m, works[m].micro_batches[k]) for m in first if k < len(works[m].micro_batches)] for k in range(rounds)
         ]
         yield tuple(model for each in counts for model, count in each for _ in range(count)), patience
+    for patience, ahead in both:
+        first = list(range(len(works)))[::ahead]
         places = [((i + 0.5) / works[m].total, first.index(m), m) for m in first for i in range(works[m].total)]
         yield tuple(model for *_, model in sorted(places)), patience
         if rounds > 1:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def connect(server: LivenessServer) -> socket.socket:
 
 def answer(server: LivenessServer, service: bytes) -> str:
     with connect(server) as client:
-        client.sendall(service)
+        client.sendall(server.key + service)
         return client.makefile().read()
 
 
@@ -52,6 +52,15 @@ def test_one_byte_says_what_a_client_wants(server):
     assert "in test_one_byte_says_what_a_client_wants" in stacks
     assert "thread liveness" in stacks
     assert answer(server, b"?") == ""
+    assert json.loads(answer(server, ASK))["call"] == ""
+
+
+@pytest.mark.parametrize("said", [ASK, STACKS, WATCH + ASK, bytes(16) + STACKS, bytes(16) + WATCH + ASK])
+def test_other_users_of_the_machine_get_no_answer(server, said):
+    with connect(server) as client:
+        client.sendall(said)
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
     assert json.loads(answer(server, ASK))["call"] == ""
 
 
@@ -83,7 +92,7 @@ def until(server: LivenessServer, wanted: Callable[[dict[str, Any]], bool]) -> N
 
 def test_a_watcher_asks_again_and_again_while_others_are_served(server):
     with connect(server) as watcher:
-        watcher.sendall(WATCH)
+        watcher.sendall(server.key + WATCH)
         lines = watcher.makefile()
         for _ in range(3):
             watcher.sendall(ASK)
@@ -96,7 +105,7 @@ def test_clients_that_say_nothing_hold_up_nobody_and_are_dropped(server, monkeyp
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(server)) for _ in range(20)]
         watcher = stack.enter_context(connect(server))
-        watcher.sendall(WATCH)
+        watcher.sendall(server.key + WATCH)
         assert json.loads(answer(server, ASK))["call"] == ""
         assert all(client.recv(1) == b"" for client in silent)
         watcher.sendall(ASK)
@@ -106,15 +115,16 @@ def test_clients_that_say_nothing_hold_up_nobody_and_are_dropped(server, monkeyp
 def test_the_end_of_a_process_ends_its_connections():
     program = (
         "import sys; from hybridflow.cluster.liveness import LivenessServer\n"
-        "print(*LivenessServer('127.0.0.1').address, flush=True); sys.stdin.read()"
+        "one = LivenessServer('127.0.0.1')\n"
+        "print(*one.address, one.key.hex(), flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    host, port = process.stdout.readline().split()
+    host, port, key = process.stdout.readline().split()
     with socket.create_connection((host, int(port)), timeout=30.0) as watcher:
-        watcher.sendall(WATCH + ASK)
+        watcher.sendall(bytes.fromhex(key) + WATCH + ASK)
         assert watcher.recv(1) == b"{"
         process.kill()
         left = watcher.recv(1 << 16)

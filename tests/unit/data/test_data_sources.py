@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from hybridflow.data.prompts import Prompts, PromptSource, read_prompts
+from hybridflow.data.records import open_records
 from hybridflow.errors import ConfigError, PromptError
 
 RECORDS: list[dict[str, Any]] = [
@@ -192,3 +194,18 @@ def test_names_of_the_hub_come_from_its_cache(tmp_path, monkeypatch):
         read_prompts("nobody/nothing")
     with pytest.raises(PromptError, match=r"there is no prompt file data/none\.jsonl"):
         read_prompts("data/none.jsonl")
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.parquet"])
+@pytest.mark.parametrize("how", ["file", "list", "directory"])
+def test_a_pipe_or_device_is_refused_instead_of_waited_for(tmp_path, name, how):
+    path = tmp_path / name
+    os.mkfifo(path)
+    source = {"file": path, "list": [path], "directory": tmp_path}[how]
+    with pytest.raises(PromptError, match=r"is a pipe, not a regular file|there is no prompt file"):
+        open_records(source)
+
+
+def test_a_device_is_refused():
+    with pytest.raises(PromptError, match="/dev/zero is a device, not a regular file"):
+        open_records("/dev/zero")

@@ -437,3 +437,13 @@ def test_saved_files_are_as_readable_as_their_config(models, tmp_path):
     save_checkpoint(tmp_path / "saved", whole(spec), loaded(spec, source), like=source)
     modes = {stat.S_IMODE((tmp_path / "saved" / name).stat().st_mode) for name in (SINGLE, "config.json")}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
+def test_an_index_names_no_file_outside_of_its_directory(tmp_path, name):
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(CheckpointError, match="are in its own directory"):
+        _ = Checkpoint(directory).entries

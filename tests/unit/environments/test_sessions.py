@@ -9,6 +9,8 @@ import time
 from functools import partial
 from typing import Any
 
+import pytest
+
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.trajectory import NO_TURN
 from tests.example_templates import tokenizer_of
@@ -198,6 +200,62 @@ class Unpaid:
 def test_an_environment_without_a_reward_is_named(checkpoint):
     (one,) = run(EnvironmentLoop(Unpaid, 2), checkpoint, [{}], lambda *_: "x")
     assert one.failure == "Unpaid gave the reward None, which is no number"
+
+
+class Closes:
+    """Fails when it is closed, after a good reward or after an error of its own."""
+
+    def reset(self, good: bool) -> str:
+        self.good = good
+        return "Begin."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if not self.good:
+            raise KeyError("its own error")
+        return "", 0.5, True
+
+    def close(self) -> None:
+        raise OSError("it is closed already")
+
+
+class Paid:
+    """Its tool is never called."""
+
+    def reset(self) -> str:
+        return "Begin."
+
+    def get_reward(self) -> float:
+        return 0.75
+
+    def close(self) -> None:
+        raise OSError("it is closed already")
+
+
+@pytest.mark.parametrize(("made", "reward"), [(Closes, 0.5), (Paid, 0.75)])
+def test_what_fails_when_it_is_closed_keeps_its_reward(checkpoint, made, reward):
+    one, other = run(EnvironmentLoop(made, 2), checkpoint, [{"good": True}, {"good": False}], lambda *_: "x")
+    assert (one.failure, one.ending.reward) == (None, reward)
+    assert made is Paid or "its own error" in other.failure
+
+
+async def ask_deeply(row, model):
+    """Requests that JSON and templates cannot take."""
+    import aiohttp
+
+    said = []
+    headers = {"Authorization": f"Bearer {model.api_key}", "Content-Type": "application/json"}
+    deep = "[" * 100_000 + "]" * 100_000
+    bodies = (deep, '{"messages": ' + deep + "}", '{"messages": [{"role": "user", "content": ' + deep + "}]}")
+    async with aiohttp.ClientSession(headers=headers) as client:
+        for body in bodies:
+            async with client.post(f"{model.base_url}/chat/completions", data=body) as answer:
+                said.append((answer.status, (await answer.json())["error"]["code"]))
+    return {"reward": float(said == [(400, "invalid_request")] * len(bodies))}
+
+
+def test_deep_json_is_a_bad_request(checkpoint):
+    (one,) = run(Program(ask_deeply), checkpoint, [{}], lambda *_: "x")
+    assert (one.failure, one.ending.reward) == (None, 1.0)
 
 
 async def solve(row, model):

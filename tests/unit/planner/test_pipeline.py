@@ -246,3 +246,33 @@ def test_what_cannot_run_is_refused():
         interleaved(2, Work(micro_batches=(3,)), 2)
     with pytest.raises(ConfigError, match="micro_batches"):
         Work(micro_batches=())
+
+
+TIMES = (0.5, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_an_update_is_no_slower_than_in_the_orders_of_the_paper(stages: int):
+    """One model's mini-batch after the other's, either first, forwards before backwards where that is near."""
+    for counts, (a, b, c, d) in itertools.product(((4, 4), (3, 6)), itertools.product(TIMES, repeat=4)):
+        works = tuple(
+            Work(micro_batches=(count,), forward=forward, backward=backward)
+            for count, forward, backward in zip(counts, (a, c), (b, d), strict=True)
+        )
+        orders = [(0,) * counts[0] + (1,) * counts[1], (1,) * counts[1] + (0,) * counts[0]]
+        limits = memory_limits(stages, works)
+        paper = min(
+            InOrder(stages, works, order, limits, patience).makespan
+            for order in orders
+            for patience in (0.0, min(works[0].forward, works[1].forward))
+        )
+        assert simulate(together(stages, works, at_once=True)).makespan <= paper + 1e-9
+
+
+def test_the_update_that_was_slower_than_the_papers():
+    works = (
+        Work(micro_batches=(4,), forward=1.0, backward=2.0),
+        Work(micro_batches=(4,), forward=0.5, backward=1.0),
+    )
+    assert simulate(together(4, works, at_once=True)).makespan <= 27.0
+    assert simulate(together(4, works)).makespan == pytest.approx(25.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from statistics import fmean
 
 import numpy as np
@@ -54,3 +55,34 @@ def test_forecasts_differ_in_the_longest_response():
     near = {float(seen.remaining(np.array([996.0]), number)[0]) for number in range(8)}
     assert len(near) > 1
     assert max(near) <= 100
+
+
+def smallest() -> list[ElasticRun]:
+    """Every placement of rollout and actor on 2 to 8 devices in instances of 1 to 4, with all and with few sizes."""
+    out = []
+    for devices, tp, mp in product(range(2, 9), (1, 2, 4), (1, 2, 4)):
+        for actor in range(1, devices // mp + 1):
+            for rollout in range(1, devices // tp - -(-actor * mp // tp) + 1):
+                out += [
+                    replace(eight(4), devices=devices, tp=tp, mp=mp, actor=actor, rollout=rollout, actor_sizes=sizes,
+                            prompts=4, n=2, minibatches=2)
+                    for sizes in (None, (actor,))
+                ]  # fmt: skip
+    return out
+
+
+def test_the_default_policy_decides_on_every_small_placement():
+    """Where the devices allow no other split, it stays."""
+    for run in smallest():
+        found = simulate_elastic(run, gain())
+        assert found.refused is None, (run, found.refused)
+
+
+def test_no_response_is_expected_to_be_longer_than_it_may_be():
+    seen = SeenLengths([100, 200, 900, 1000])
+    tokens = np.array([50.0, 950.0, 1000.0, 1023.0])
+    for number in range(4):
+        left = seen.remaining(tokens, number, 1024)
+        assert (tokens + left <= 1024).all()
+        assert (left >= 1).all()
+    assert seen.remaining(tokens, 0).max() > 1024 - 1000

@@ -275,15 +275,13 @@ def test_without_lengths_seen_gain_stays():
     assert simulate_elastic(run(warm_up=0, iterations=1), gain()).switches == ((),)
 
 
-def test_a_refused_policy_is_replaced_for_the_rest_of_the_run():
+def test_a_refused_policy_is_replaced_for_the_rest_of_its_iteration():
     def breaks(state: State) -> Sequence[Action]:
         return rlinf()(state) if state.event != "minibatch" else [Allocate("actor", 99)]
 
     found = simulate_elastic(run(), breaks)
     assert "refused" in str(found.refused)
-    assert found.switches[0]
-    assert found.switches[1] == ()
-    assert found.seconds[1:] == simulate_elastic(run(), static).seconds[1:]
+    assert all(found.switches)  # it was asked again
 
 
 def test_components_without_sizes_have_no_instance():
