@@ -299,6 +299,7 @@ class Sampling:
     room for them). Log-probabilities returned with the responses are those of the distribution after temperature and
     before top-k/top-p (truncation renormalises: with it, the ratio to a training policy's log-probabilities is that of
     the untruncated policies). `ignore_eos=True` always samples `max_tokens` tokens.
+    `skip_special_tokens=False` leaves special tokens in the text `response`; by default only marks of thoughts stay.
     """
 
     max_tokens: Size | None = None
@@ -310,6 +311,7 @@ class Sampling:
     seed: Count | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         require(

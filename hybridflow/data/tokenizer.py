@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,12 +18,19 @@ from hybridflow.models.spec import check_no_code
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 TokenizerLike: TypeAlias = "str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase"
 """What `as_tokenizer` takes."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 MOST_CHARACTERS = 1 << 22
 """Of one prompt: about a million tokens. Tokenizers take hundreds of bytes for each character."""
 _AT_ONCE = 1 << 20
+THOUGHTS = re.compile(
+    r"[<\[](?P<end>/?)(?:think(?:ing)?|thoughts?|reasoning)\s{0,9}[>\]]|<\|(?:begin|(?P<over>end))_of_thought\|>",
+    re.IGNORECASE,
+)
+"""What begins and ends a model's thoughts in its text."""
+_SAID = "qzsaid"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAY_SAY_NOTHING = ("assistant", "tool")  # tool calls, and some tool answers, have no text
 
@@ -71,9 +81,9 @@ class Tokenizer:
                 raise too_long(name, len(text))
         special = [isinstance(prompt, str) for prompt in prompts]
         if all(special) or not any(special):
-            found = self._ids(texts, all(special))
+            found = self.ids(texts, all(special))
         else:
-            found = [ids for text, own in zip(texts, special, strict=True) for ids in self._ids([text], own)]
+            found = [ids for text, own in zip(texts, special, strict=True) for ids in self.ids([text], own)]
         if column is not None and [] in found:
             raise PromptError(f"{names[found.index([])]}: column {column!r} has a prompt without any token.")
         return found
@@ -90,12 +100,45 @@ class Tokenizer:
                 lengths[i] = len(ids)
         return lengths
 
-    def _ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Token ids of each text, a bounded number of characters at a time: the tokenizer's other outputs take much
-        more memory."""
+    def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Token ids of each text, with `special` and the tokenizer's own special tokens. A text that begins with the
+        begin token (a prompt that was rendered before) does not get another.
+
+        A bounded number of characters at a time: the tokenizer's other outputs take much more memory.
+        """
         groups = grouped([len(text) for text in texts])
         found = (self.raw([texts[i] for i in group], add_special_tokens=special)["input_ids"] for group in groups)
-        return [ids for group in found for ids in group]
+        twice = [self.raw.bos_token_id] * 2
+        return [list(ids[1:] if special and ids[:2] == twice else ids) for group in found for ids in group]
+
+    def render(self, messages: list[Any], **options: Any) -> str:
+        """The text of messages by the chat template, which may raise anything: it is the checkpoint's program."""
+        return self.raw.apply_chat_template(plain_messages(messages), tokenize=False, **options)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What the chat template writes behind the last turn of an assistant; "" without a template."""
+        if self.raw.chat_template is None:
+            return ""
+        said = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
+        try:
+            return self.render(said).rpartition(_SAID)[2]
+        except Exception as error:  # as above
+            logger.info("the chat template refuses a turn of a user and one of an assistant: %s", error)
+            return ""
+
+    def end_ids(self, chat: bool) -> list[int]:
+        """The tokens that end a response: with `chat` those of the template; and the tokenizer's end token, unless the
+        template ends with a special token."""
+        own = [] if (end := self.raw.eos_token_id) is None else [end]
+        found = self.continuations([self.turn_end.rstrip()])[0] if chat else []
+        return found if found and found[-1] in self._special else [*found, *own]
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        named = zip(self.raw.all_special_ids, self.raw.all_special_tokens, strict=True)
+        added = self.raw.added_tokens_decoder.items()
+        return {number: token.content for number, token in added if token.special} | dict(named)
 
     def _text(self, place: str, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -109,19 +152,25 @@ class Tokenizer:
         if begun and prompt[-1].get("tool_calls"):
             raise PromptError(f"{place} ends with a call of a tool, which only the tool can answer. Add its message.")
         try:
-            return self.raw.apply_chat_template(
-                plain_messages(prompt), tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
-            )
+            return self.render(prompt, add_generation_prompt=not begun, continue_final_message=begun)
         except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise PromptError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
 
     def continuations(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts that follow a prompt: no special tokens are added."""
-        return self._ids(texts, False)
+        return self.ids(texts, False)
 
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Texts without special tokens."""
-        return self.raw.batch_decode(rows, skip_special_tokens=True) if len(rows) else []
+    @cached_property
+    def _structure(self) -> frozenset[int]:
+        """The special tokens except those that mark thoughts; empty where no special token does."""
+        found = frozenset(number for number, token in self._special.items() if THOUGHTS.fullmatch(token) is None)
+        return found if len(found) < len(self._special) else frozenset()
+
+    def decode(self, rows: Sequence[Sequence[int]], special: bool = False) -> list[str]:
+        """Texts without special tokens, except those that mark thoughts; with all of them if `special`."""
+        if not special and self._structure:  # what scores an answer must tell it from thoughts
+            rows, special = [[number for number in row if number not in self._structure] for row in rows], True
+        return self.raw.batch_decode(rows, skip_special_tokens=not special) if len(rows) else []
 
 
 def as_tokenizer(given: TokenizerLike) -> Tokenizer:

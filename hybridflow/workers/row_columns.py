@@ -47,7 +47,9 @@ def row_columns(rows: Sequence[Row], tokenizer: Tokenizer | None) -> Batch:
         "temperature": torch.tensor(temperatures, dtype=torch.float32),
     }
     if tokenizer is not None:
-        columns["response"] = tokenizer.decode([row.token_ids for row in rows])
+        skips = [row.sampling.skip_special_tokens for row in rows]
+        texts = {skip: tokenizer.decode([row.token_ids for row in rows], not skip) for skip in {*skips}}
+        columns["response"] = [texts[skip][at] for at, skip in enumerate(skips)]
     return Batch(columns)
 
 
