@@ -25,7 +25,7 @@ _TOKEN_COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", *
 METRIC_COLUMNS = (
     *(*_SCORES, *_MEANS, *_TOKEN_COLUMNS),
     *("response_ids", "response_mask", "reward_failure", "cost_failure", "environment_failure"),
-    *("trajectory_id", "row_id"),
+    *("trajectory_id", "row_id", "num_tokens"),
 )
 """Columns that `batch_metrics` looks at besides components; it uses those that are there."""
 
@@ -42,9 +42,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `reward/<name>/mean` of a component
     over the rows that it applies to; neither counts rows without a valid token or that could not be graded, of which
     `reward/failed` is the share of all rows;
-    `response/length_{mean,max}` in response tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean
-    per row, where some are masked), `response/not_finite` of tokens that are masked because their log-probability in
-    sampling is not finite (if there are any); `response/finished` as a fraction;
+    `prompt/tokens` of the batch; `response/length_{mean,max}` in response tokens, `response/tokens` of the batch
+    (`response/valid_tokens`, the mean per row, where some are masked), `response/not_finite` of tokens that are masked
+    because their log-probability in sampling is not finite (if there are any); `response/finished` as a fraction;
     `environment/{turns,tool_calls,tool_errors}` per row and `environment/failed` as a fraction; `kl/ref` in nats per
     valid token (k1) and
     `kl/ref_row` per row; `kl/coef`; `lagrange/multiplier`; `advantage/{mean,std,max,min}` and `return/mean` over valid
@@ -60,6 +60,10 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if len(batch) == 0:
         return {}
     out: dict[str, float] = {}
+    if "num_tokens" in batch and "response_ids" in batch:
+        out["prompt/tokens"] = float(_dense(batch.peek("num_tokens")).sum()) - len(
+            token_column(batch, "response_ids").values
+        )
     mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
     if mask is not None and (whole := Trajectories.of(batch)) is not None:
         batch, mask = whole.join(batch), whole.joined(mask)

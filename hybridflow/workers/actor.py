@@ -352,10 +352,13 @@ class ActorWorker(RowSession, ModelWorker):
         """Steps on a policy loss over `epochs` x `minibatches`.
 
         `loss` is a value such as `hf.PPO(clip=0.2)`, a name with its `options`, or a function: see `policy_loss`.
+        Without `old_log_probs` in the batch, `log_probs` take their place.
         Mini-batches are the same row ranges for every data parallel size; their row counts may differ by one only with
         `uneven=True`.
         """
         del uneven  # used by the driver only
+        if "old_log_probs" not in batch and "log_probs" in batch:
+            batch = batch.with_columns(old_log_probs=batch.peek("log_probs"))
         with self.resident():
             if self.hybrid is not None:
                 self.hybrid.trained()  # first: a failed update may have changed the weights
