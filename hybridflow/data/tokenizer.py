@@ -156,6 +156,11 @@ class Tokenizer:
         except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise PromptError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
 
+    @cached_property
+    def size(self) -> int:
+        """The largest token id, and one."""
+        return max(self.raw.get_vocab().values()) + 1
+
     def continuations(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts that follow a prompt: no special tokens are added."""
         return self.ids(texts, False)

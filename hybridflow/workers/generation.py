@@ -123,6 +123,8 @@ class Generation:
         self._acting = ActingSession(engine, self._checkpoint, self._numbers)
         try:
             self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+            if self.tokenizer is not None:
+                engine.restrict(self.tokenizer.size)
         except BaseException:
             engine.close()
             raise

@@ -147,3 +147,18 @@ def test_tokens_without_a_finite_log_probability_are_masked_and_counted(groups, 
     trained(actor, batch)
     batch |= actor.compute_log_prob(batch) | {"advantages": found["log_probs"]}
     assert actor.update_actor(batch, loss="ppo").get()["actor/skipped"] == 0
+
+
+@pytest.mark.parametrize("sampling", [{"greedy": True}, {}, {"top_k": 3}])
+def test_ids_beyond_the_tokenizer_are_never_sampled(pool, place, tmp_path, sampling):
+    """The head prefers them, as one may whose vocabulary is padded; log-probabilities are those of all ids."""
+    policy = tiny_models.make_policy(tmp_path / "padded", vocab_size=tiny_models.VOCABULARY + 8)
+    weights = load_file(policy / "model.safetensors")
+    weights["lm_head.weight"][tiny_models.VOCABULARY :] = weights["lm_head.weight"][:8] * 3
+    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
+    actor = place(hf.ActorWorker, pool[0:1], model=policy, train=hf.FSDP(), generate=hf.VLLM(sampling=SAMPLING))
+    batch = actor.generate_sequences(make_prompts(), **{"max_tokens": 30, "ignore_eos": True, "top_p": 1.0, **sampling})
+    batch |= actor.compute_log_prob(batch)
+    found = batch.get()
+    assert int(found["response_ids"].values.max()) < tiny_models.VOCABULARY
+    assert float((found["log_probs"].values - found["old_log_probs"].values).abs().max()) < 1e-3

@@ -405,7 +405,7 @@ def test_tensor_parallelism_that_is_not_given_follows_the_devices(devices, tp):
 
 
 def test_the_accuracy_of_dapo_is_that_of_the_task():
-    """Not of the rewards that its length penalty has shaped; a row that the task's function leaves out does not count."""
+    """Not of the rewards that its length penalty has shaped; a row that it leaves out does not count."""
 
     class Answers(dict[str, Any]):
         def __or__(self, other: Any) -> Any:
