@@ -31,6 +31,7 @@ THOUGHTS = re.compile(
 )
 """What begins and ends a model's thoughts in its text."""
 _SAID = "qzsaid"
+_ADDED, _TEMPLATE = 16, 1024  # tokens around a text or message; a template's own, such as a system message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAY_SAY_NOTHING = ("assistant", "tool")  # tool calls, and some tool answers, have no text
 
@@ -286,6 +287,13 @@ def text_of(content: str | list[Any] | None) -> str:
 def characters(prompt: str | list[Any]) -> int:
     """Number of characters of a text, or of the contents of messages."""
     return len(prompt) if isinstance(prompt, str) else sum(len(text_of(message.get("content"))) for message in prompt)
+
+
+def most_tokens(prompt: str | list[Any]) -> int:
+    """An upper bound of a prompt's tokens, without tokenising it: its bytes, and what a chat template adds."""
+    if isinstance(prompt, str):
+        return (len(prompt) if prompt.isascii() else 4 * len(prompt)) + _ADDED
+    return _TEMPLATE + sum(most_tokens(text_of(message.get("content"))) for message in prompt)
 
 
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
