@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,6 +33,7 @@ THOUGHTS = re.compile(
     re.IGNORECASE,
 )
 """What begins and ends a model's thoughts in its text."""
+TEMPLATE_SECONDS = 30.0
 _SAID = "qzsaid"
 _ADDED, _TEMPLATE = 16, 1024  # tokens around a text or message; a template's own, such as a system message
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -59,6 +63,34 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     return any((Path(directory) / name).is_file() for name in _FILES)
 
 
+class _EndlessTemplateError(Exception):
+    def __str__(self) -> str:
+        return f"it did not end within {TEMPLATE_SECONDS:g} s: look for a loop in it"
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises inside, in this thread, when the block has run for `seconds`. Python code only: templates are."""
+    thread, lock, inside = threading.get_ident(), threading.Lock(), True
+
+    def stop() -> None:
+        with lock:
+            if inside:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(_EndlessTemplateError)
+                )
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            inside = False
+        timer.cancel()
+
+
 class Tokenizer:
     """A Hugging Face tokenizer for lists of texts. `raw` is the tokenizer itself."""
 
@@ -76,7 +108,8 @@ class Tokenizer:
         the name of their `column` for prompts without any token.
         """
         names = places or [f"prompt {row}" for row in range(len(prompts))]
-        texts = [self._text(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
+        with _deadline(TEMPLATE_SECONDS + 0.1 * len(prompts)):
+            texts = [self._text(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
         for name, text in zip(names, texts, strict=True):
             if len(text) > MOST_CHARACTERS:
                 raise too_long(name, len(text))
@@ -113,7 +146,12 @@ class Tokenizer:
         return [list(ids[1:] if special and ids[:2] == twice else ids) for group in found for ids in group]
 
     def render(self, messages: list[Any], **options: Any) -> str:
-        """The text of messages by the chat template, which may raise anything: it is the checkpoint's program."""
+        """The text of messages by the chat template, which may raise anything: it is the checkpoint's program. One that
+        does not end is stopped."""
+        with _deadline(TEMPLATE_SECONDS):
+            return self._rendered(messages, **options)
+
+    def _rendered(self, messages: list[Any], **options: Any) -> str:
         return self.raw.apply_chat_template(plain_messages(messages), tokenize=False, **options)
 
     @cached_property
@@ -153,7 +191,7 @@ class Tokenizer:
         if begun and prompt[-1].get("tool_calls"):
             raise PromptError(f"{place} ends with a call of a tool, which only the tool can answer. Add its message.")
         try:
-            return self.render(prompt, add_generation_prompt=not begun, continue_final_message=begun)
+            return self._rendered(prompt, add_generation_prompt=not begun, continue_final_message=begun)
         except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise PromptError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
 
