@@ -108,7 +108,9 @@ def test_an_update_that_fails_later_says_which_steps_were_made(actor, rows):
         return outputs["log_probs"].values.sum() * 0.0, {}
 
     marked = rows.with_columns(rewards=torch.tensor([0.0] * (ROWS - 1) + [2.0]))  # of the last mini-batch
-    with pytest.raises(hf.errors.WorkerError, match=r"(?s)no rewards of 2.*mini-batch 3 of 3.*after the 2 optimizer steps"):
+    with pytest.raises(
+        hf.errors.WorkerError, match=r"(?s)no rewards of 2.*mini-batch 3 of 3.*after the 2 optimizer steps"
+    ):
         actor.update_actor(marked, loss=refuses_two, minibatches=3).get()
 
 

@@ -119,9 +119,7 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
     tokenizer.raw.chat_template = ENDLESS
 
     def refused() -> bool:
-        with pytest.raises(
-            PromptError, match=r"prompt 0: .*refuses the messages: it did not end within 0.2 s"
-        ):
+        with pytest.raises(PromptError, match=r"prompt 0: .*refuses the messages: it did not end within 0.2 s"):
             tokenizer.encode([asked])
         return True
 
