@@ -83,7 +83,7 @@ _WHERE = {
     "cluster.batch_ref": ("BatchRef",),
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
-    "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Sampling", "Until", "ZeRO"),
+    "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Mismatch", "Sampling", "Until", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
     "elastic": ("Elastic",),
     "engines.checkpoint.export": ("export",),

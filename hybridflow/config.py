@@ -299,6 +299,7 @@ class Sampling:
     room for them). Log-probabilities returned with the responses are those of the distribution after temperature and
     before top-k/top-p (truncation renormalises: with it, the ratio to a training policy's log-probabilities is that of
     the untruncated policies). `ignore_eos=True` always samples `max_tokens` tokens.
+    `skip_special_tokens=False` leaves special tokens in the text `response`; by default only marks of thoughts stay.
     """
 
     max_tokens: Size | None = None
@@ -310,6 +311,7 @@ class Sampling:
     seed: Count | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         require(
@@ -320,6 +322,25 @@ class Sampling:
     def longest(self) -> int:
         """Upper bound of the sampling on a response's tokens."""
         return self.max_tokens or 256
+
+
+@settings
+class Mismatch:
+    """How far generation's log-probabilities may be from training's: mean |d| over tokens, in nats.
+
+    Both are of one policy if the weights are, so `compute_log_prob` compares `log_probs` of the rows with its result,
+    in the first iteration, the first with trained weights, and the first after `hf.load` and after `hf.sync_weights`.
+    Above `warn`, or if the mean of one row is above `refuse`, it logs a warning with the rows; above `refuse` it raises
+    a MismatchError, so that no update reads the result. None: never.
+
+    Compared are rows that the actor's present weights have sampled, as the driver's calls say, and not stale rows, rows
+    of a stream with `max_staleness` above 0 after the first sync, edited rows, and rows from elsewhere. `log_probs` are
+    those at the row's temperature before top_k and top_p, so these make no difference; 16-bit dtypes make one of
+    rounding, usually below 0.02. Tokens that are masked, or not finite on one side, do not count.
+    """
+
+    warn: NonNegative | None = 0.02
+    refuse: NonNegative | None = 0.2
 
 
 @settings

@@ -64,6 +64,10 @@ class DivergenceError(HybridFlowError, ArithmeticError):
     """Training has diverged: too many optimizer steps in a row were skipped for numbers that are not finite."""
 
 
+class MismatchError(HybridFlowError, ArithmeticError):
+    """Generation and training compute different policies from the same weights (`hf.Mismatch`)."""
+
+
 class PromptError(HybridFlowError, ValueError):
     """A prompt or a prompt file cannot be used."""
 

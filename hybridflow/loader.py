@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
@@ -13,10 +14,13 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
+from hybridflow.config import FSDP, VLLM
 from hybridflow.data.lm_dataset import TextSource, read_texts
 from hybridflow.data.prompts import PromptSource
-from hybridflow.data.tokenizer import TokenizerLike, as_tokenizer
+from hybridflow.data.tokenizer import TokenizerLike, as_tokenizer, has_tokenizer, load_tokenizer
+from hybridflow.engines.vllm.requirements import prompt_limit
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, PromptError
+from hybridflow.models.hf_spec import read_spec
 
 
 class PromptLoader(PromptSource):
@@ -37,13 +41,30 @@ class PromptLoader(PromptSource):
     is never tokenised: it is left out too, or refused without `max_prompt_tokens`. `workers` processes map and tokenise
     ahead.
 
+    A prompt that leaves no room for a response in any group that generates is refused when the loop begins
+    (`check_context=False` does not look).
+
     The order follows from `seed`; `state()` and `load_state` continue a run exactly, even in the middle of an epoch or
     with another number of `workers`. A state records the prompts in order and the column names; values of further
-    columns may change between runs.
+    columns may change between runs. With `allow_changed=True` a run continues with other data: in their own order, from
+    the number of rows that had been drawn.
 
     Errors: PromptError naming file, row and column; ConfigError for settings; when iterating, WorkerError of a call
     that failed.
     """
+
+    def drawn(self) -> Iterator[Batch]:
+        """The remaining batches. Errors: PromptError for prompts that no group of the session can generate for."""
+        session = Session.existing() if self.check_context else None
+        groups = [] if session is None or session.traces else session.groups.values()
+        every = [one.settings for group in groups for one in group.all_ranks]
+        able = [one for one in every if isinstance(one.get("generate"), VLLM) and has_tokenizer(one["model"])]
+        limits = [prompt_limit(read_spec(one["model"], "lm", FSDP()), one["generate"]) for one in able]
+        if limits:
+            most, model = max((limit, str(one["model"])) for limit, one in zip(limits, able, strict=True))
+            self.prompts.check_fit(most, partial(load_tokenizer, model), model)
+        self.check_context = False  # for this loader, whose prompts do not change
+        return super().drawn()
 
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()

@@ -305,7 +305,10 @@ class Tracker:
         line = {"step": step, "time/iteration": now - self._last, "time/total": now - self._start} | figures
         self._last = now
         if "response/tokens" in line:
-            line["perf/tokens_per_second"] = line["response/tokens"] / max(line["time/iteration"], 1e-9)
+            seconds = max(line["time/iteration"], 1e-9)
+            line["perf/response_tokens_per_second"] = line["response/tokens"] / seconds
+            if "prompt/tokens" in line:  # as the papers count: prompts and responses
+                line["perf/tokens_per_second"] = (line["prompt/tokens"] + line["response/tokens"]) / seconds
         line |= self._take_events(step, stages, line)
         # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     overlong = hf.rewards.Overlong(cfg.actor.generate.sampling.max_tokens, cfg.overlong)
     reward = hf.RewardWorker.on(pool, **scorers.together(job.reward, overlong=overlong))
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
+    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every, column="rewards/task")
 
     def sample(prompts: hf.BatchRef) -> hf.BatchRef:
         batch = actor.generate_sequences(prompts, n=cfg.n)

@@ -35,11 +35,11 @@ def compute_advantage(
     """`hf.compute_advantage` on a local batch: advantages and returns, ragged [B, R] float32, 0 at masked tokens.
 
     Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards), `response_mask`
-    (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` and `ref_log_probs`. The
-    penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is subtracted from the reward of every valid token;
-    then `kl` [B] (k1, nats per row or trajectory) and `kl_coef` [B] are written too. Computed in float64, rounded at
-    the end. Rows with one `trajectory_id` [B] int64 are one sequence: they count once, and the reward [B] is that of
-    the last.
+    (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` (without it `log_probs`)
+    and `ref_log_probs`. The penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is subtracted from the reward
+    of every valid token; then `kl` [B] (k1, nats per row or trajectory) and `kl_coef` [B] are written too. Computed in
+    float64, rounded at the end. Rows with one `trajectory_id` [B] int64 are one sequence: they count once, and the
+    reward [B] is that of the last.
 
     Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`; MissingColumnError;
     EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an estimator over groups
@@ -143,7 +143,10 @@ class AdvantageCall:
         if not self._penalises:
             return mask.with_values(nothing), {}
         coef = self.kl_coef.state if isinstance(self.kl_coef, AdaptiveKL) else float(self.kl_coef or 0.0)
-        names = ("old_log_probs", "ref_log_probs")
+        names = (
+            "log_probs" if "old_log_probs" not in batch and "log_probs" in batch else "old_log_probs",
+            "ref_log_probs",
+        )
         policy, reference = (finite_column(batch, name, mask).values.to(torch.float64) for name in names)
         k1 = torch.where(mask.values, kl_estimate(policy, reference, "k1"), 0.0)
         penalty = torch.where(mask.values, -coef * kl_estimate(policy, reference, self.kl or "k1"), 0.0)

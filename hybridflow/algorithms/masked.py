@@ -17,6 +17,11 @@ from hybridflow.errors import BatchError, at_row
 _SHOWN = 8  # numbers of a row in a message
 
 
+def or_sampled(names: Iterable[str]) -> tuple[str, ...]:
+    """Columns that a call reads: without `old_log_probs`, `log_probs` of the sampling engine take their place."""
+    return tuple("old_log_probs|log_probs" if name == "old_log_probs" else name for name in names)
+
+
 def token_column(batch: Batch, name: str, like: Ragged | None = None) -> Ragged:
     """A ragged column, one value per response token. Errors: BatchError when it is not, or not as long as `like`."""
     column = batch.peek(name)

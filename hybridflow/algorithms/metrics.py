@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages.token_rewards import row_scores
 from hybridflow.algorithms.kl import MAX_LOG_RATIO, kl_estimate
-from hybridflow.algorithms.masked import masked_moments, response_mask, token_column, valid_lengths
+from hybridflow.algorithms.masked import masked_moments, response_mask, sequence_mean, token_column, valid_lengths
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
@@ -25,7 +25,7 @@ _TOKEN_COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", *
 METRIC_COLUMNS = (
     *(*_SCORES, *_MEANS, *_TOKEN_COLUMNS),
     *("response_ids", "response_mask", "reward_failure", "cost_failure", "environment_failure"),
-    *("trajectory_id", "row_id"),
+    *("trajectory_id", "row_id", "num_tokens"),
 )
 """Columns that `batch_metrics` looks at besides components; it uses those that are there."""
 
@@ -42,9 +42,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `reward/<name>/mean` of a component
     over the rows that it applies to; neither counts rows without a valid token or that could not be graded, of which
     `reward/failed` is the share of all rows;
-    `response/length_{mean,max}` in response tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean
-    per row, where some are masked); `response/finished` as a fraction; `environment/{turns,tool_calls,tool_errors}` per
-    row and `environment/failed` as a fraction; `kl/ref` in nats per valid token (k1) and
+    `prompt/tokens` of the batch; `response/length_{mean,max}` in response tokens, `response/tokens` of the batch
+    (`response/valid_tokens`, the mean per row, where some are masked), `response/not_finite` of tokens that are masked
+    because their log-probability in sampling is not finite (if there are any); `response/finished` as a fraction;
+    `environment/{turns,tool_calls,tool_errors}` per row and `environment/failed` as a fraction; `kl/ref` in nats per
+    valid token (k1) and
     `kl/ref_row` per row; `kl/coef`; `lagrange/multiplier`; `advantage/{mean,std,max,min}` and `return/mean` over valid
     tokens; `critic/explained_variance` = 1 - var(returns - values) / var(returns), and that of `cost_critic`.
 
@@ -58,6 +60,10 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if len(batch) == 0:
         return {}
     out: dict[str, float] = {}
+    if "num_tokens" in batch and "response_ids" in batch:
+        out["prompt/tokens"] = float(_dense(batch.peek("num_tokens")).sum()) - len(
+            token_column(batch, "response_ids").values
+        )
     mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
     if mask is not None and (whole := Trajectories.of(batch)) is not None:
         batch, mask = whole.join(batch), whole.joined(mask)
@@ -68,6 +74,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if "environment_failure" in batch and isinstance(reasons := batch.peek("environment_failure"), list):
         out["environment/failed"] = sum(reason is not None for reason in reasons) / len(reasons)
     out |= {name: _dense(batch.peek(column)).mean().item() for column, name in _MEANS.items() if column in batch}
+    if "log_probs" in batch and (lost := int((~token_column(batch, "log_probs").values.isfinite()).sum())):
+        out["response/not_finite"] = float(lost)
     if mask is not None and bool(mask.values.any()):
         out |= _token_metrics(batch, mask)
         if "log_probs" in batch and "old_log_probs" in batch:
@@ -155,6 +163,21 @@ def _mismatch(sampled: Ragged, trained: Ragged, mask: Ragged) -> dict[str, float
         "rollout/ess": (weights.mean().square() / moment).item(),
         "rollout/ppl_ratio": row_drift.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().mean().item(),
     }
+
+
+def log_prob_mismatch(batch: Batch, shown: int = 4) -> tuple[float, list[tuple[int, float]]]:
+    """Mean |log_probs - old_log_probs| in nats over valid tokens (0 without any), and the rows with the largest means.
+
+    Tokens with a number that is not finite do not count.
+    """
+    mask = response_mask(batch)
+    sampled, trained = (token_column(batch, name, mask).values.double() for name in ("log_probs", "old_log_probs"))
+    drift_N = (sampled - trained).abs()
+    kept = mask.with_values(mask.values & drift_N.isfinite())
+    mean_B = sequence_mean(drift_N, kept)
+    value, row = mean_B.topk(min(shown, len(mean_B)))
+    rows = [(int(at), float(each)) for at, each in zip(row, value, strict=True)]
+    return (float(drift_N[kept.values].mean()) if bool(kept.values.any()) else 0.0), rows
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:

@@ -11,6 +11,7 @@ from hybridflow.algorithms.advantage import AdvantageCall
 from hybridflow.algorithms.advantages.estimator import Estimator
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter, filter_groups
 from hybridflow.algorithms.kl import AdaptiveKL, Controller
+from hybridflow.algorithms.masked import or_sampled
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord
@@ -34,7 +35,9 @@ class ControllerWorker:
 
     @register(
         ONE_TO_ONE,
-        reads=lambda settings, call: None if (own := _advantage(call).reads) is None else (*own, *_TRAJECTORIES),
+        reads=lambda settings, call: (
+            None if (own := _advantage(call).reads) is None else (*or_sampled(own), *_TRAJECTORIES)
+        ),
         writes=lambda settings, call: _advantage(call).writes,
         check=lambda settings, call: _advantage(call) and None,
     )

@@ -29,7 +29,7 @@ from hybridflow.cluster.cluster_tables import group_table
 from hybridflow.cluster.future import Failure, Future
 from hybridflow.cluster.group_call import GroupCall
 from hybridflow.cluster.held_calls import partners
-from hybridflow.cluster.row_refs import ColumnRef, SplitSpec
+from hybridflow.cluster.row_refs import ColumnRef, SplitSpec, outputs_of
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.engine3d.layout import Layout
@@ -77,6 +77,8 @@ class WorkerGroup:
         self._schedule = schedule
         self._version = 0  # of the weights; all ranks start from those of the model directory
         self._source: tuple[str, int] | None = None  # of the weights: a group and its version
+        self._start = self.weights = (str(ranks.settings.get("model")), 0)  # groups with equal weights have equal ones
+        self._compared = set[tuple[str, str]]()  # who sampled rows that were compared, with whose weights
         self.calls_issued = Counter[str]()  # per operation, to the primary since it was built
         self._calls_made = Counter[str]()  # ... to all ranks, in this iteration
         self._iteration = session.iterations.current if replicas else 0
@@ -109,10 +111,14 @@ class WorkerGroup:
         """The group's state is on these ranks now, which have run each operation so often already."""
         self.ranks, self.calls_issued = ranks, Counter(ran)
 
-    def weights_changed(self, source: WorkerGroup | None = None) -> None:
-        """Called when weights are written: by an optimizer step, a checkpoint, or a transfer from `source`."""
+    def weights_changed(self, source: WorkerGroup | None = None, trained: bool = False) -> None:
+        """Called when weights are written: by an optimizer step (`trained`), a checkpoint, or a transfer from
+        `source`."""
         self._version += 1
         self._source = None if source is None else (source.name, source._version)
+        self.weights = (self.name, self._version) if source is None else source.weights
+        if not trained:
+            self._compared.clear()
 
     @property
     def weights_version(self) -> int:
@@ -198,7 +204,7 @@ class WorkerGroup:
         self.check_open()
         trains = kind_of(operation) == "training"
         if trains:
-            self.weights_changed()  # first: a failed update may have changed them
+            self.weights_changed(trained=True)  # first: a failed update may have changed them
         if not self._replicas:
             return self._issued(operation, args, kwargs)
         if not trains and (replica := self._next(operation.name)) is not None:
@@ -231,7 +237,7 @@ class WorkerGroup:
                 return weights_layout(self.session, primary.ranks), weights_layout(self.session, self.ranks)
 
             channels.send(primary.ranks, self.ranks, WEIGHTS, layouts, required=True)
-            self._version = primary._version
+            self._version, self.weights = primary._version, primary.weights
         return self._issued(self.operations[name], args, kwargs)
 
     def _issued(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -247,6 +253,12 @@ class WorkerGroup:
         asked = call.asked(inputs, self.session.iterations.sequence(), self.ranks.key)
         issued = self.session.backend.issue(self.ranks, asked, partners(self, operation))
         self.calls_issued[operation.name] += 1
+        if (
+            (one := next(filter(None, issued), None)) is not None
+            and one.call
+            and not (operation.later and self._version)
+        ):
+            one.call.weights = self.weights  # rows of a session may have been begun by earlier ones
         result = call.carried(operation.protocol.collect(self.grid, call.results(inputs, issued)))
         if isinstance(result, list) and result and all(isinstance(item, Future) for item in result):
             result = Future.concat(result, "list")
@@ -271,6 +283,8 @@ class WorkerGroup:
         operation = operation.of_call(self.settings, settings)
         rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
         reads = {name: self._reads(operation, settings, ref) for name, ref in rows.items()}
+        if operation.compares:
+            reads = {name: (*read, *self._compares(operation, rows[name], read)) for name, read in reads.items()}
         spec = self._split_spec(operation, settings, rows)
         rows = {name: replace(ref, split_spec=spec, part=None) for name, ref in rows.items()}
         factor = operation.repeat(self.settings, settings) if operation.repeat else 1
@@ -288,6 +302,22 @@ class WorkerGroup:
             raise MissingColumnError(
                 f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column, ref)}"
             ) from None
+
+    def _compares(self, operation: Operation, ref: BatchRef, reads: Sequence[str]) -> tuple[str, ...]:
+        """The columns `operation.compares` for rows of the present weights, unless such rows were compared already."""
+        named = [name for name in operation.compares if not name.endswith("?")]
+        if not all(name in ref for name in named):
+            return ()
+        first = next(outputs_of([ref.column_refs[named[0]].node]))
+        if (first.origin.role, self.weights[0]) in self._compared:
+            return ()
+        checked = [ref.column_refs[name].node for name in {*reads, *named} - {operation.balance}]
+        outputs = set(outputs_of(checked))
+        if any(output.call is None or output.call.weights != self.weights for output in outputs):
+            return ()
+        self._compared |= {(output.origin.role, self.weights[0]) for output in outputs}
+        known = (name.removesuffix("?") for name in operation.compares)
+        return tuple(name for name in known if name in ref and name not in reads)
 
     def _split_spec(self, operation: Operation, settings: dict[str, Any], rows: dict[str, BatchRef]) -> SplitSpec:
         """One split for all batches of a call, so that their rows stay together."""
@@ -369,7 +399,8 @@ class WorkerGroup:
             .part(old.members)
             .ranks(old.name, old.worker_class, old.settings, old.grid, old.own_grid)
         )
-        self._version, self._source = 0, None
+        self._version, self._source, self.weights = 0, None, self._start
+        self._compared.clear()
         self._calls_made.clear()
         self.calls_issued.clear()
         self.sleeping.clear()  # their hosts are gone

@@ -48,6 +48,7 @@ class IssuedCall:
 
     `observed`: the driver has raised its failure. `incidents` are those of the session (`incidents.Incidents`).
     `timeout` bounds a wait for its results, in seconds. A trace notes with `on_read` that the driver reads them.
+    `weights` identifies the weights that all of its results are of, where the driver knows (`WorkerGroup.weights`).
     """
 
     statuses: list[RankOutput]
@@ -55,6 +56,7 @@ class IssuedCall:
     timeout: float
     observed: bool = False
     on_read: Callable[[IssuedCall], None] | None = None
+    weights: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

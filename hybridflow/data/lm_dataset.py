@@ -150,7 +150,8 @@ def _cut(text: str, number: int, count: int) -> str:
 
 
 class SFTDataset(_TextDataset):
-    """Prompts with completions: the response is the completion's tokens and the end token."""
+    """Prompts with completions: the response is the completion's tokens and the end token, after chat messages what the
+    chat template ends a turn with."""
 
     def __init__(self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._records, self._prompt, self._completion = records, prompt, completion
@@ -185,11 +186,12 @@ class SFTDataset(_TextDataset):
         prompts = self._tokenizer.encode([record[self._prompt] for record in records])
         texts = [_completion_text(record[self._completion]) for record in records]
         begun = [text[: section_of(self._max)] for text in texts]  # later text would be cut off
-        end = self._tokenizer.raw.eos_token_id
-        rows = []
-        for row, ids, answer, text in zip(at, prompts, self._tokenizer.continuations(begun), texts, strict=True):
-            ended = end is not None and len(text) <= section_of(self._max)
-            response = [*answer, *([end] if ended else [])][: self._max - len(ids)]
+        kinds = {chat: self._tokenizer.end_ids(chat) for chat in (False, True)}
+        ends = [kinds[isinstance(record[self._prompt], list)] for record in records]
+        answers, rows = self._tokenizer.continuations(begun), []
+        for row, ids, answer, text, end in zip(at, prompts, answers, texts, ends, strict=True):
+            ended = len(text) > section_of(self._max) or (bool(end) and answer[-len(end) :] == end)
+            response = [*answer, *([] if ended else end)][: self._max - len(ids)]
             if not response:
                 place = self._records.place(row)
                 raise PromptError(f"{place}: column {self._completion!r} has no token, so nothing to predict.")

@@ -22,6 +22,7 @@ from hybridflow.data.tokenizer import (
     as_tokenizer,
     characters,
     check_prompt,
+    most_tokens,
     too_long,
 )
 from hybridflow.errors import ConfigError, PromptError, nearest
@@ -102,6 +103,7 @@ class Prompts:
 
     def _look_through(self, limit: int | None) -> None:
         digest, kept, shortest, longest, at = hashlib.blake2b(digest_size=16), [], None, 0, 0
+        bounds: list[int] = []
         for chunk in self.records.scan([self.prompt] if self._uniform else None):
             places = range(at, at + len(chunk))
             prompts = [self._prepared(place, raw)["prompt"] for place, raw in zip(places, chunk, strict=True)]
@@ -115,10 +117,12 @@ class Prompts:
                 fitting = [i for i, length in enumerate(lengths) if length <= limit]
                 kept += [places[i] for i in fitting]
                 prompts = [prompts[i] for i in fitting]
+            bounds += map(most_tokens, prompts)
             for one in prompts:
                 digest.update(repr(one).encode())
         self.filtered = 0 if limit is None else at - len(kept)
         self._kept = torch.tensor(kept) if self.filtered else None
+        self._bounds = torch.tensor(bounds)
         self.fingerprint = digest.hexdigest()
         if self.filtered == at:
             raise PromptError(
@@ -129,6 +133,22 @@ class Prompts:
             logger.warning(
                 "%s: %d of %d prompts are left out, which have more than max_prompt_tokens=%d tokens (the longest %s).",
                 *(self.records.where, self.filtered, at, limit, _shown(longest)),
+            )
+
+    def check_fit(self, tokens: int, tokenizer: Callable[[], Tokenizer], where: str) -> None:
+        """Only prompts that may be so long are tokenised. Errors: PromptError for those of more than `tokens` tokens,
+        the most that `where` takes."""
+        if not (may := (self._bounds > tokens).nonzero().flatten().tolist()):
+            return
+        known = self._tokenizer or tokenizer()
+        lengths = known.lengths([self[i]["prompt"] for i in may], [self.place(i) for i in may], self.prompt)
+        if long := [(length, i) for i, length in zip(may, lengths, strict=True) if length > tokens]:
+            length, at = max(long)
+            raise PromptError(
+                f"{len(long)} of {len(self)} prompts are too long for {where}, which takes {tokens} tokens and a "
+                f"response: the longest, {self.place(at)}, has {_shown(length)}. PromptLoader(tokenizer=..., "
+                f"max_prompt_tokens={tokens}) leaves them out; check_context=False does not look, where an agent cuts "
+                f"them."
             )
 
     def _check_lengths(self, prompts: Sequence[Any], rows: Sequence[int]) -> None:
@@ -238,6 +258,8 @@ class PromptSource(ResumableSampler):
         max_prompt_tokens: int | None = None,
         workers: int = 0,
         in_flight: int = 2,
+        allow_changed: bool = False,
+        check_context: bool = True,
     ) -> None:
         check_sizes(batch_size=batch_size, in_flight=in_flight)
         self.prompts = Prompts(
@@ -249,7 +271,7 @@ class PromptSource(ResumableSampler):
             tokenizer=None if tokenizer is None else as_tokenizer(tokenizer),
             max_prompt_tokens=max_prompt_tokens,
         )
-        self.in_flight = in_flight
+        self.in_flight, self.check_context = in_flight, check_context
         super().__init__(
             self.prompts,
             batch_size=batch_size,
@@ -262,6 +284,7 @@ class PromptSource(ResumableSampler):
                 "fingerprint": self.prompts.fingerprint,
                 "columns": self.prompts.columns,
             },
+            allow_changed=allow_changed,
         )
 
     @property

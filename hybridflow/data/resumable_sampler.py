@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import traceback
 import warnings
@@ -13,6 +14,8 @@ import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.errors import ConfigError, PromptError, WorkerError
+
+logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 SECONDS = 600.0  # limit for a worker process to deliver a batch
@@ -60,6 +63,7 @@ class ResumableSampler:
         shuffle: bool,
         workers: int,
         identity: Mapping[str, Any],
+        allow_changed: bool = False,
     ) -> None:
         if type(seed) is not int:
             raise ConfigError(f"seed={seed!r} must be a whole number.")
@@ -69,6 +73,7 @@ class ResumableSampler:
             check_sizes(steps=steps)
         self._dataset, self.batch_size, self.steps, self.workers = dataset, batch_size, steps, workers
         self._same = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, **identity}
+        self._identity, self._may_change = identity.keys(), identity.keys() if allow_changed else ()
         self._drawn = 0  # batches so far: the only changing state
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,18 +105,21 @@ class ResumableSampler:
         return {"drawn": self._drawn, **self._same}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Errors: ConfigError when it is not a state, or one of other data, another batch size, seed or order."""
+        """Errors: ConfigError when it is not a state, or one of another batch size, seed or order, or of other data,
+        unless these may change: then the same number of rows has been drawn from the present data."""
         if not isinstance(state, Mapping):
             raise ConfigError(f"the saved state is a {type(state).__name__}: give what state() has given.")
         drawn = state.get("drawn")
         if type(drawn) is not int or drawn < 0:
             raise ConfigError(f"the saved state has drawn={drawn!r}, which is not a number of batches.")
         for name, own in self._same.items():
-            if state.get(name) != own:
-                raise ConfigError(
-                    f"the saved state has {name}={state.get(name)!r}, this loader has {own!r}: continue with the data "
-                    f"and the settings of the saved run."
-                )
+            if state.get(name) == own:
+                continue
+            differs = f"the saved state has {name}={state.get(name)!r}, this loader has {own!r}"
+            if name not in self._may_change:
+                hint = "" if name not in self._identity else ", or let the data change: allow_changed=True"
+                raise ConfigError(f"{differs}: continue with the data and the settings of the saved run{hint}.")
+            logger.warning("%s: the order of rows from here on is that of the present data.", differs)
         self._drawn = drawn
 
     def _open(self, first: int) -> Iterator[Any]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import math
 import os
+import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,12 +21,21 @@ from hybridflow.models.spec import check_no_code
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 TokenizerLike: TypeAlias = "str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase"
 """What `as_tokenizer` takes."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 MOST_CHARACTERS = 1 << 22
 """Of one prompt: about a million tokens. Tokenizers take hundreds of bytes for each character."""
 _AT_ONCE = 1 << 20
+THOUGHTS = re.compile(
+    r"[<\[](?P<end>/?)(?:think(?:ing)?|thoughts?|reasoning)\s{0,9}[>\]]|<\|(?:begin|(?P<over>end))_of_thought\|>",
+    re.IGNORECASE,
+)
+"""What begins and ends a model's thoughts in its text."""
+TEMPLATE_SECONDS = 30.0
+_SAID = "qzsaid"
+_ADDED, _TEMPLATE = 16, 1024  # tokens around a text or message; a template's own, such as a system message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAY_SAY_NOTHING = ("assistant", "tool")  # tool calls, and some tool answers, have no text
 
@@ -48,6 +63,34 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     return any((Path(directory) / name).is_file() for name in _FILES)
 
 
+class _EndlessTemplateError(Exception):
+    def __str__(self) -> str:
+        return f"it did not end within {TEMPLATE_SECONDS:g} s: look for a loop in it"
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises inside, in this thread, when the block has run for `seconds`. Python code only: templates are."""
+    thread, lock, inside = threading.get_ident(), threading.Lock(), True
+
+    def stop() -> None:
+        with lock:
+            if inside:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(_EndlessTemplateError)
+                )
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            inside = False
+        timer.cancel()
+
+
 class Tokenizer:
     """A Hugging Face tokenizer for lists of texts. `raw` is the tokenizer itself."""
 
@@ -65,15 +108,16 @@ class Tokenizer:
         the name of their `column` for prompts without any token.
         """
         names = places or [f"prompt {row}" for row in range(len(prompts))]
-        texts = [self._text(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
+        with _deadline(TEMPLATE_SECONDS + 0.1 * len(prompts)):
+            texts = [self._text(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
         for name, text in zip(names, texts, strict=True):
             if len(text) > MOST_CHARACTERS:
                 raise too_long(name, len(text))
         special = [isinstance(prompt, str) for prompt in prompts]
         if all(special) or not any(special):
-            found = self._ids(texts, all(special))
+            found = self.ids(texts, all(special))
         else:
-            found = [ids for text, own in zip(texts, special, strict=True) for ids in self._ids([text], own)]
+            found = [ids for text, own in zip(texts, special, strict=True) for ids in self.ids([text], own)]
         if column is not None and [] in found:
             raise PromptError(f"{names[found.index([])]}: column {column!r} has a prompt without any token.")
         return found
@@ -90,12 +134,50 @@ class Tokenizer:
                 lengths[i] = len(ids)
         return lengths
 
-    def _ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Token ids of each text, a bounded number of characters at a time: the tokenizer's other outputs take much
-        more memory."""
+    def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Token ids of each text, with `special` and the tokenizer's own special tokens. A text that begins with the
+        begin token (a prompt that was rendered before) does not get another.
+
+        A bounded number of characters at a time: the tokenizer's other outputs take much more memory.
+        """
         groups = grouped([len(text) for text in texts])
         found = (self.raw([texts[i] for i in group], add_special_tokens=special)["input_ids"] for group in groups)
-        return [ids for group in found for ids in group]
+        twice = [self.raw.bos_token_id] * 2
+        return [list(ids[1:] if special and ids[:2] == twice else ids) for group in found for ids in group]
+
+    def render(self, messages: list[Any], **options: Any) -> str:
+        """The text of messages by the chat template, which may raise anything: it is the checkpoint's program. One that
+        does not end is stopped."""
+        with _deadline(TEMPLATE_SECONDS):
+            return self._rendered(messages, **options)
+
+    def _rendered(self, messages: list[Any], **options: Any) -> str:
+        return self.raw.apply_chat_template(plain_messages(messages), tokenize=False, **options)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What the chat template writes behind the last turn of an assistant; "" without a template."""
+        if self.raw.chat_template is None:
+            return ""
+        said = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
+        try:
+            return self.render(said).rpartition(_SAID)[2]
+        except Exception as error:  # as above
+            logger.info("the chat template refuses a turn of a user and one of an assistant: %s", error)
+            return ""
+
+    def end_ids(self, chat: bool) -> list[int]:
+        """The tokens that end a response: with `chat` those of the template; and the tokenizer's end token, unless the
+        template ends with a special token."""
+        own = [] if (end := self.raw.eos_token_id) is None else [end]
+        found = self.continuations([self.turn_end.rstrip()])[0] if chat else []
+        return found if found and found[-1] in self._special else [*found, *own]
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        named = zip(self.raw.all_special_ids, self.raw.all_special_tokens, strict=True)
+        added = self.raw.added_tokens_decoder.items()
+        return {number: token.content for number, token in added if token.special} | dict(named)
 
     def _text(self, place: str, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -109,19 +191,30 @@ class Tokenizer:
         if begun and prompt[-1].get("tool_calls"):
             raise PromptError(f"{place} ends with a call of a tool, which only the tool can answer. Add its message.")
         try:
-            return self.raw.apply_chat_template(
-                plain_messages(prompt), tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
-            )
+            return self._rendered(prompt, add_generation_prompt=not begun, continue_final_message=begun)
         except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise PromptError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
 
+    @cached_property
+    def size(self) -> int:
+        """The largest token id, and one."""
+        return max(self.raw.get_vocab().values()) + 1
+
     def continuations(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts that follow a prompt: no special tokens are added."""
-        return self._ids(texts, False)
+        return self.ids(texts, False)
 
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Texts without special tokens."""
-        return self.raw.batch_decode(rows, skip_special_tokens=True) if len(rows) else []
+    @cached_property
+    def _structure(self) -> frozenset[int]:
+        """The special tokens except those that mark thoughts; empty where no special token does."""
+        found = frozenset(number for number, token in self._special.items() if THOUGHTS.fullmatch(token) is None)
+        return found if len(found) < len(self._special) else frozenset()
+
+    def decode(self, rows: Sequence[Sequence[int]], special: bool = False) -> list[str]:
+        """Texts without special tokens, except those that mark thoughts; with all of them if `special`."""
+        if not special and self._structure:  # what scores an answer must tell it from thoughts
+            rows, special = [[number for number in row if number not in self._structure] for row in rows], True
+        return self.raw.batch_decode(rows, skip_special_tokens=not special) if len(rows) else []
 
 
 def as_tokenizer(given: TokenizerLike) -> Tokenizer:
@@ -232,6 +325,13 @@ def text_of(content: str | list[Any] | None) -> str:
 def characters(prompt: str | list[Any]) -> int:
     """Number of characters of a text, or of the contents of messages."""
     return len(prompt) if isinstance(prompt, str) else sum(len(text_of(message.get("content"))) for message in prompt)
+
+
+def most_tokens(prompt: str | list[Any]) -> int:
+    """An upper bound of a prompt's tokens, without tokenising it: its bytes, and what a chat template adds."""
+    if isinstance(prompt, str):
+        return (len(prompt) if prompt.isascii() else 4 * len(prompt)) + _ADDED
+    return _TEMPLATE + sum(most_tokens(text_of(message.get("content"))) for message in prompt)
 
 
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:

@@ -157,6 +157,10 @@ class GenerateEngine(Generator, Protocol):
         `kept`, until it pauses: unfinished rows of it stay, and `kept` names them. Returns what it has under way."""
         ...
 
+    def restrict(self, tokens: int) -> None:
+        """Sample ids below `tokens` only, those of the tokenizer, and the stop tokens."""
+        ...
+
     def abandon(self, names: set[str]) -> None:
         """Forget rows that `serve` has kept, finished or not, and what is kept of those that have ended."""
         ...

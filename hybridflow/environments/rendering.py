@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from hybridflow.data.tokenizer import Tokenizer, plain_messages
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.environments.tool_calls import PROBE, CallFormat, ToolCall, call_format
 from hybridflow.errors import ConfigError, PromptError
 
@@ -121,9 +121,7 @@ class ChatRenderer:
     def _text(self, messages: Sequence[Message], answered: bool = False) -> str:
         options = self._options | ({"tools": self.tools} if self.tools else {})
         try:
-            return self.tokenizer.raw.apply_chat_template(
-                plain_messages(list(messages)), tokenize=False, add_generation_prompt=answered, **options
-            )
+            return self.tokenizer.render(list(messages), add_generation_prompt=answered, **options)
         except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise PromptError(
                 f"the chat template of this model refuses the messages "

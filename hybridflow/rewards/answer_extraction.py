@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hybridflow.data.tokenizer import THOUGHTS
 from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
 
 _HEAD, _TAIL = 4_000, 16_000  # characters of a longer text that are read
@@ -19,9 +20,6 @@ _HEAD, _TAIL = 4_000, 16_000  # characters of a longer text that are read
 _OCCURRENCES, _LINE = 20, 2000
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_THOUGHTS = re.compile(
-    r"<(?P<end>/?)(?:think(?:ing)?|thoughts?|reasoning)\s{0,9}>|<\|(?:begin|(?P<over>end))_of_thought\|>", re.IGNORECASE
-)
 _END = re.compile(
     r"(?<=\S)\s*(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end|eom_id|im_start)\|>|</s>|<end_of_turn>|<eos>|\[INST\]"
     r"|<｜end▁of▁sentence｜>)"
@@ -91,7 +89,7 @@ def final_answer(solution: str, *, numeric: bool, several: bool = False) -> Fina
     """
     text = own_words(solution)
     stated = _hashes(text, numeric) or _tagged(text, numeric) or _boxed(text, numeric) or _statement(text, numeric)
-    if stated is None and not (_ANNOTATION.search(text) or _THOUGHTS.search(text) or text.rstrip().endswith("####")):
+    if stated is None and not (_ANNOTATION.search(text) or THOUGHTS.search(text) or text.rstrip().endswith("####")):
         stated = _unmarked(text, numeric)
     if stated is None or numeric or not (others := _alternatives(stated.text)[1:]):
         return stated
@@ -124,7 +122,7 @@ def _clipped(text: str) -> str:
 def _without_thoughts(text: str) -> str:
     """The text behind the last closed thoughts and in front of open ones."""
     closed, before, opened = 0, 0, -1
-    for tag in _THOUGHTS.finditer(text):
+    for tag in THOUGHTS.finditer(text):
         if tag["end"] or tag["over"]:
             closed, before, opened = tag.end(), tag.start(), -1
         elif opened < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,16 +15,17 @@ import torch.distributed as dist
 
 from hybridflow.algorithms.losses.pretrain import negative_log_likelihood
 from hybridflow.algorithms.masked import response_mask
+from hybridflow.algorithms.metrics import log_prob_mismatch
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.pinned import to_device
 from hybridflow.cluster.backend import RankGroup
-from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
+from hybridflow.config import VLLM, Megatron, Mismatch, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
-from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.errors import ConfigError, MismatchError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, Settings, register
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
@@ -33,6 +35,8 @@ from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.teacher import TeacherHead, check_teacher
 from hybridflow.workers.update_call import UpdateCall
+
+logger = logging.getLogger(__name__)
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
@@ -86,7 +90,8 @@ class ActorWorker(RowSession, ModelWorker):
     for an actor that neither trains nor generates, moves everything between calls. `overlap=True` moves the weights to
     generation during the last optimizer step of an update (PUZZLE, section 5.2); both copies stay in memory from then
     on. `teacher` is the model of a ReferenceWorker, for losses that read `ref_logits`: only its output layer is loaded,
-    cut as the actor's is, and it is in device memory during those updates only.
+    cut as the actor's is, and it is in device memory during those updates only. `mismatch` bounds how much
+    the log-probabilities of generation and training differ.
     """
 
     role = "actor"
@@ -109,6 +114,8 @@ class ActorWorker(RowSession, ModelWorker):
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         super().check(grid, settings, device_type)
         check_teacher(cls.model_spec(settings), settings)
+        good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
+        require(good, f"{cls.__name__}(mismatch={given!r}): give hf.Mismatch(...).")
         if settings["generate"] is not None:
             if settings["generate"].kv == "keep":
                 raise ConfigError(
@@ -153,11 +160,12 @@ class ActorWorker(RowSession, ModelWorker):
         overlap: bool = False,
         bucket_mb: float | None = None,
         teacher: str | os.PathLike[str] | None = None,
+        mismatch: Mismatch = Mismatch(),  # noqa: B008  a frozen value
     ) -> None:
         self._build(model, train, optim, offload is True)
         self._teacher = TeacherHead(self.context, teacher)
         self._bucket_bytes = None if bucket_mb is None else int(bucket_mb * 1e6)
-        self.strategy, self._overlap = generate, overlap
+        self.strategy, self._overlap, self._mismatch = generate, overlap, mismatch
         self._offload: Collection[Offloaded] = () if isinstance(offload, bool) else offload
         if not self.context.uninitialized:
             self.open_generation()
@@ -268,11 +276,38 @@ class ActorWorker(RowSession, ModelWorker):
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids", "temperature?"),
         writes=("old_log_probs",),
+        compares=("log_probs", "temperature", "response_mask?"),
         balance="num_tokens",
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
-        """`old_log_probs` ragged [B, R] float32: the responses under the training weights, in training precision."""
-        return self._computed(batch, "log_probs", "old_log_probs")
+        """`old_log_probs` ragged [B, R] float32: the responses under the training weights, in training precision.
+
+        Errors: MismatchError where `log_probs` of the same weights are others, see `hf.Mismatch`.
+        """
+        found = self._computed(batch, "log_probs", "old_log_probs")
+        if "log_probs" in batch:  # the driver sends it with rows to compare only
+            agree(self.context, partial(self._compare, batch, found))
+        return found
+
+    def _compare(self, batch: Batch, found: Batch | None) -> None:
+        if found is None:  # not the last pipeline stage
+            return
+        limits, context = self._mismatch, self.context
+        mean, largest = log_prob_mismatch(batch | found)
+        rows = ", ".join(f"{context.row_number(row)} ({value:.3g})" for row, value in largest)
+        text = (
+            f"{context.role}: log_probs of generation and those of training differ by {mean:.3g} nats per token (mean "
+            f"|d| over the rows of rank {context.rank}), though both have the same weights; most in the rows {rows}. "
+            f"The two engines read the model differently (config.json, dtype), or have other weights"
+        )
+        if limits.refuse is not None and mean > limits.refuse:
+            raise MismatchError(
+                f"{text}. An update would train another policy than the one that samples. The limit is "
+                f"{limits.refuse:g}: ActorWorker.on(..., mismatch=hf.Mismatch(refuse=...)) sets it, None: never."
+            )
+        many = limits.warn is not None and mean > limits.warn
+        if (many or largest[0][1] > (limits.refuse or math.inf)) and context.coords.t == 0:
+            logger.warning("%s. ActorWorker.on(..., mismatch=hf.Mismatch(warn=...)) sets the limit.", text)
 
     @register(
         THREE_D_PROTO,
@@ -323,10 +358,13 @@ class ActorWorker(RowSession, ModelWorker):
         """Steps on a policy loss over `epochs` x `minibatches`.
 
         `loss` is a value such as `hf.PPO(clip=0.2)`, a name with its `options`, or a function: see `policy_loss`.
+        Without `old_log_probs` in the batch, `log_probs` take their place.
         Mini-batches are the same row ranges for every data parallel size; their row counts may differ by one only with
         `uneven=True`.
         """
         del uneven  # used by the driver only
+        if "old_log_probs" not in batch and "log_probs" in batch:
+            batch = batch.with_columns(old_log_probs=batch.peek("log_probs"))
         with self.resident():
             if self.hybrid is not None:
                 self.hybrid.trained()  # first: a failed update may have changed the weights

@@ -123,6 +123,8 @@ class Generation:
         self._acting = ActingSession(engine, self._checkpoint, self._numbers)
         try:
             self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+            if self.tokenizer is not None:
+                engine.restrict(self.tokenizer.size)
         except BaseException:
             engine.close()
             raise
@@ -165,7 +167,8 @@ class Generation:
         several = trajectory_rows(acted, stop_token_ids(Path(self._checkpoint))[:1] or [0])
         columns = trajectory_columns(acted, several, n, agent.rewards)
         found = self._columns([row for rows in several for row, _ in rows])
-        return columns | found.without("response_mask"), several
+        finite, mask = (token_column(one, "response_mask") for one in (found, columns))
+        return columns | found | {"response_mask": mask.with_values(mask.values & finite.values)}, several
 
     def close(self) -> None:
         """Free the engine and end the processes of agents. May be called twice."""

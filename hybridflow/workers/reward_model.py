@@ -19,7 +19,7 @@ from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardE
 from hybridflow.settings import require
 
 Template = Literal["auto", "plain", "chat"]
-TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "row_id?")
+TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "finished?", "row_id?")
 """Columns of rows that are re-tokenised."""
 
 
@@ -81,9 +81,9 @@ class Retokenizer:
     """Decodes rows with the actor's tokenizer (default: the reward model's own) and re-encodes them.
 
     Prompts of chat messages, with `template="chat"` all prompts, go through the reward model's chat template with the
-    response as the assistant's turn (or its continuation). Other rows are prompt + response as one text, with the
-    special tokens that the model's tokenizer adds, and its end token where the response ended with the actor's. `limit`
-    is the reward model's maximum of tokens.
+    response as the assistant's turn (or its continuation), which stays open where the response was cut. Other rows are
+    prompt + response as one text, with the special tokens that the model's tokenizer adds, and its end token where the
+    response was ended. `limit` is the reward model's maximum of tokens.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Retokenizer:
         rows = row_column(batch, "row_id").tolist() if "row_id" in batch else list(range(len(batch)))
         prompts, responses = self._texts(batch, "prompt"), self._texts(batch, "response")
         chat = [self.template == "chat" or not isinstance(prompt, str) for prompt in prompts]
-        texts = [
-            self._chat(row, prompt, response) if rendered else prompt + response
-            for row, prompt, response, rendered in zip(rows, prompts, responses, chat, strict=True)
-        ]
+        whole, texts = self._ended(batch), []
+        for row, prompt, response, rendered, ended in zip(rows, prompts, responses, chat, whole, strict=True):
+            text = self._chat(row, prompt, response) if rendered else prompt + response
+            texts.append(text.removesuffix(self.own.turn_end) if rendered and ended is False else text)
         ids = self._encoded(texts, chat)
         end = self.own.raw.eos_token_id
-        for tokens, rendered, ended in zip(ids, chat, self._ended(batch), strict=True):
+        for tokens, rendered, ended in zip(ids, chat, whole, strict=True):
             if ended and not rendered and end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
                 tokens.append(end)
         for row, tokens in zip(rows, ids, strict=True):
@@ -121,11 +121,13 @@ class Retokenizer:
     def _texts(self, batch: Batch, name: str) -> Sequence[Any]:
         return batch[name] if name in batch else self.actors.decode(token_column(batch, f"{name}_ids").tolist())
 
-    def _ended(self, batch: Batch) -> list[bool]:
-        """[B]: whether each response ended with the actor's end token."""
+    def _ended(self, batch: Batch) -> Sequence[bool | None]:
+        """[B]: whether the model ended each response: the column `finished`, or its end token; None: not known."""
+        if "finished" in batch:
+            return row_column(batch, "finished").tolist()
         end = self.actors.raw.eos_token_id
         if "response_ids" not in batch or end is None:
-            return [False] * len(batch)
+            return [None] * len(batch)
         return [bool(len(row)) and int(row[-1]) == end for row in token_column(batch, "response_ids").rows()]
 
     def _encoded(self, texts: Sequence[str], chat: Sequence[bool]) -> list[list[int]]:
@@ -133,9 +135,8 @@ class Retokenizer:
         out: list[list[int]] = [[]] * len(texts)
         for rendered in (False, True):
             if at := [i for i, kind in enumerate(chat) if kind is rendered]:
-                encoded = self.own.raw([texts[i] for i in at], add_special_tokens=not rendered)["input_ids"]
-                for i, ids in zip(at, encoded, strict=True):
-                    out[i] = list(ids)
+                for i, ids in zip(at, self.own.ids([texts[i] for i in at], special=not rendered), strict=True):
+                    out[i] = ids
         return out
 
     def _chat(self, row: int, prompt: Any, response: str) -> str:
@@ -158,7 +159,7 @@ class Retokenizer:
         else:
             turns.append({"role": "assistant", "content": response})
         try:
-            return self.own.raw.apply_chat_template(turns, tokenize=False)
+            return self.own.render(turns)
         except Exception as error:  # templates are third-party programs: any error is reported with its row
             raise RewardError(f"row {row}: the reward model's chat template refuses the messages: {error}.") from error
 

@@ -13,6 +13,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.environments.agent import Acted
 from hybridflow.environments.trajectory import TrajectoryRow
+from hybridflow.errors import DivergenceError
 
 WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
 WRITTEN += ("temperature",)
@@ -21,21 +22,34 @@ SESSION_ROWS += ("response_tokens",)
 
 
 def row_columns(rows: Sequence[Row], tokenizer: Tokenizer | None) -> Batch:
-    """WRITTEN, and `response` with a tokenizer."""
+    """WRITTEN, and `response` with a tokenizer. `response_mask` leaves out tokens whose log-probability is not finite.
+
+    Errors: DivergenceError when that of no token is.
+    """
     response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
+    log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32)
     temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
+    finite = log_probs.values.isfinite()
+    if not bool(finite.all()) and not bool((finite & (log_probs.values != 0)).any()):  # 0: not the model's, of an agent
+        raise DivergenceError(
+            f"generation has sampled {int((~finite).sum())} tokens, and the log-probability of each is not finite: "
+            f"weights that it was given are nan or infinite, or the model overflows in its dtype (hf.VLLM(dtype=...)). "
+            f"Load weights from before that, see hf.Checkpoints."
+        )
     columns: dict[str, Any] = {
         "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
         "response_ids": response_ids,
-        "log_probs": Ragged.from_rows([row.log_probs for row in rows], torch.float32),
+        "log_probs": log_probs,
         "policy_version": Ragged.from_rows([row.policy_version for row in rows], torch.int32),
-        "response_mask": response_ids.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+        "response_mask": log_probs.map(torch.isfinite),
         "num_tokens": torch.tensor([len(row.prompt_ids) + len(row.token_ids) for row in rows], dtype=torch.int64),
         "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
         "temperature": torch.tensor(temperatures, dtype=torch.float32),
     }
     if tokenizer is not None:
-        columns["response"] = tokenizer.decode([row.token_ids for row in rows])
+        skips = [row.sampling.skip_special_tokens for row in rows]
+        texts = {skip: tokenizer.decode([row.token_ids for row in rows], not skip) for skip in {*skips}}
+        columns["response"] = [texts[skip][at] for at, skip in enumerate(skips)]
     return Batch(columns)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.masked import or_sampled
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError, nearest
@@ -34,7 +35,7 @@ class UpdateCall:
         teacher = (TEACHER,) if "ref_logits" in loss.outputs else ()
         if (own := loss.reads) is None:
             return None
-        return ("prompt_ids", "response_ids", *own, *teacher, *self.also_reads, "row_id?", "trajectory_id?")
+        return ("prompt_ids", "response_ids", *or_sampled(own), *teacher, *self.also_reads, "row_id?", "trajectory_id?")
 
     def check(self, settings: Settings, call: Settings) -> None:
         """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and

@@ -108,7 +108,9 @@ def test_an_update_that_fails_later_says_which_steps_were_made(actor, rows):
         return outputs["log_probs"].values.sum() * 0.0, {}
 
     marked = rows.with_columns(rewards=torch.tensor([0.0] * (ROWS - 1) + [2.0]))  # of the last mini-batch
-    with pytest.raises(hf.errors.WorkerError, match=r"(?s)no rewards of 2.*mini-batch 3 of 3.*after the 2 optimizer steps"):
+    with pytest.raises(
+        hf.errors.WorkerError, match=r"(?s)no rewards of 2.*mini-batch 3 of 3.*after the 2 optimizer steps"
+    ):
         actor.update_actor(marked, loss=refuses_two, minibatches=3).get()
 
 
@@ -288,3 +290,22 @@ def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tm
     finally:
         actor.session.backend.ask(actor.ranks, "mend")
     assert actor.update_actor(batch).get()["actor/skipped"] == 0
+
+
+@pytest.mark.parametrize("correction", [None, "token"])
+def test_without_old_log_probs_an_update_takes_those_of_sampling(actor, rows, correction):
+    sampled, options = rows.without("old_log_probs"), {"loss": "ppo", "rollout_correction": correction}
+    found = actor.update_actor(sampled, **options).get()
+    assert found == actor.update_actor(sampled.with_columns(old_log_probs=rows["log_probs"]), **options).get()
+    assert found != actor.update_actor(rows, **options).get()
+    with pytest.raises(hf.errors.MissingColumnError, match="reads 'old_log_probs'"):
+        actor.update_actor(sampled.without("log_probs"), **options)
+
+
+def test_without_old_log_probs_a_penalty_takes_those_of_sampling(cluster, rows):
+    def advantages(batch: hf.Batch) -> Any:
+        return hf.compute_advantage(batch | {"rewards": torch.ones(ROWS)}, "reinforce", kl_coef=0.1).get()["advantages"]
+
+    sampled = rows.without("old_log_probs")
+    expected = advantages(sampled.with_columns(old_log_probs=rows["log_probs"]))
+    assert torch.equal(advantages(sampled).values, expected.values)

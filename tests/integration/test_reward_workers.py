@@ -130,15 +130,16 @@ def test_chat_goes_through_the_models_own_template(on, policy, classifier, chatt
     parts = [{"type": "text", "text": "so"}, {"type": "text", "text": " "}]
     messages[1][0]["content"] = [{"type": "text", "text": asked[1]}]
     messages += [[{"role": "user", "content": asked[2]}, {"role": "assistant", "content": parts}], asked[3]]
-    expected = [f"user {asked[i]} assistant {said[i]} " for i in range(2)]
-    expected += [f"user {asked[2]} assistant so {said[2]} ", asked[3] + said[3]]
+    # the responses were cut, so their turns stay open; the template closes them with a blank
+    expected = [f"user {asked[i]} assistant {said[i]}" for i in range(2)]
+    expected += [f"user {asked[2]} assistant so {said[2]}", asked[3] + said[3]]
     mixed = rows.with_columns(prompt=messages)
     automatic = on(hf.RewardWorker, model=chatty, tokenizer=policy)
     found = automatic.compute_reward(mixed).get()["rewards"]
     torch.testing.assert_close(found, score_texts(classifier, expected), atol=1e-4, rtol=0)
     chat = on(hf.CostWorker, model=chatty, tokenizer=policy, template="chat")
     found = chat.compute_cost(rows).get()
-    expected = [f"user {prompt} assistant {text} " for prompt, text in zip(asked, said, strict=True)]
+    expected = [f"user {prompt} assistant {text}" for prompt, text in zip(asked, said, strict=True)]
     torch.testing.assert_close(found["costs"], score_texts(classifier, expected), atol=1e-4, rtol=0)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +28,7 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.tracing.trace import check_driver
 from recipes import arithmetic, game, grpo, ppo, run_all, safe_rlhf, scorers, settings, task, tools
+from recipes.accuracy import Accuracy
 from recipes.small_model import SmallModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -397,3 +402,32 @@ def test_tensor_parallelism_that_is_not_given_follows_the_devices(devices, tp):
     cfg = settings.read(ppo.DEFAULTS, [f"devices={devices}"])
     assert (cfg.actor.train.tp, cfg.critic.train.tp, cfg.reference.train.tp) == (tp, tp, tp)
     assert settings.read(ppo.DEFAULTS, [f"devices={devices}", "actor.train.tp=1"]).actor.train.tp == 1
+
+
+def test_the_accuracy_of_dapo_is_that_of_the_task():
+    """Not of the rewards that its length penalty has shaped; a row that it leaves out does not count."""
+
+    class Answers(dict[str, Any]):
+        def __or__(self, other: Any) -> Any:
+            return Answers({**self, **other})
+
+        def get(self, names: Any) -> Any:  # type: ignore[override]
+            return hf.Batch({name: self[name] for name in names})
+
+    class Reward:
+        @staticmethod
+        def compute_reward(batch: Any) -> dict[str, torch.Tensor]:
+            return {"rewards": torch.tensor([0.2, 0.0, 0.0]), "rewards/task": torch.tensor([1.0, 0.0, math.nan])}
+
+    class Actor:
+        @staticmethod
+        def generate_sequences(batch: hf.Batch, **sampling: Any) -> Any:
+            return Answers(prompt=batch["prompt"])
+
+    noted: dict[str, float] = {}
+    tracker = SimpleNamespace(samples=lambda *rows, **title: None, note=noted.update)
+    task = SimpleNamespace(held_out=[{"prompt": text} for text in "abc"], held_out_columns={})
+    accuracy = Accuracy(Actor, Reward, task, tracker, every=1, column="rewards/task")  # type: ignore[arg-type]
+    assert accuracy.measure("after") == noted["accuracy_after"] == 0.5
+    assert list(accuracy.evaluate(1).get().values()) == [0.5]
+    assert 'column="rewards/task"' in (Path(run_all.__file__).parent / "dapo.py").read_text()

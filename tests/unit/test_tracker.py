@@ -43,12 +43,16 @@ def lines(directory, name="metrics.jsonl"):
 def test_one_object_per_iteration_and_a_curve(tmp_path):
     with Tracker(tmp_path / "runs" / "a", console=False) as tracker:
         for i in range(4):
-            tracker.log({"reward/mean": i / 4, "response/tokens": 10}, {"actor/loss": torch.tensor(0.5)})
+            tracker.log(
+                {"reward/mean": i / 4, "response/tokens": 10, "prompt/tokens": 30}, {"actor/loss": torch.tensor(0.5)}
+            )
     found = lines(tmp_path / "runs" / "a")
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert [line["reward/mean"] for line in found] == [0.0, 0.25, 0.5, 0.75]
     assert all(line["actor/loss"] == 0.5 for line in found)
-    assert all(line["time/iteration"] >= 0 and line["perf/tokens_per_second"] > 0 for line in found)
+    assert all(line["time/iteration"] >= 0 and line["perf/response_tokens_per_second"] > 0 for line in found)
+    ratios = [line["perf/tokens_per_second"] / line["perf/response_tokens_per_second"] for line in found]
+    assert ratios == pytest.approx([4.0] * 4)  # prompts and responses
     assert (tmp_path / "runs" / "a" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -40,7 +40,9 @@ class TokenLoss(NamedTuple):
 class PolicyLoss(AggregatedLoss):
     """Base of the policy losses: a loss per token, minus entropy_coef * entropy, plus kl_coef * KL to the reference.
 
-    The KL term is GRPO's, estimated as `kl` ("k3" where it is not given; refused without `kl_coef`).
+    The KL term is GRPO's, estimated as `kl` ("k3" where it is not given; refused without `kl_coef`). As a loss, only
+    "k2" has the gradient of KL(policy || reference) in expectation; that of "k3" is the gradient of KL(reference ||
+    policy), that of "abs" only knows the sign, and that of "k1" is 0 on average, so it is refused.
     `rollout_correction` ("token", "sequence", "geometric" or `RolloutCorrection(...)`) weighs the loss of the policy
     alone. All three are reduced by the same `aggregation` (None: the loss's own).
 
@@ -62,6 +64,12 @@ class PolicyLoss(AggregatedLoss):
         if self.kl is not None and self.kl_coef is None:
             raise ConfigError(
                 f"{type(self).__name__}(kl={self.kl!r}) without kl_coef adds no KL: give kl_coef=..., or leave out kl."
+            )
+        if self.kl == "k1":
+            raise ConfigError(
+                f"{type(self).__name__}(kl='k1') as a loss only adds noise: the expected gradient of log policy - log "
+                f"reference at tokens of the policy is 0. Use kl='k2', whose gradient is that of KL(policy || "
+                f"reference), or 'k3' and 'abs', which are biased; or give compute_advantage(kl_coef=..., kl='k1')."
             )
         _ = RolloutCorrection.of(self.rollout_correction)
 

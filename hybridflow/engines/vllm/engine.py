@@ -267,6 +267,10 @@ class VLLMEngine:
     def policy_version(self, version: int) -> None:
         self._loop.policy_version = version
 
+    def restrict(self, tokens: int) -> None:
+        """Sample ids below `tokens` only, those of the tokenizer, and the stop tokens."""
+        self._loop.restrict(tokens)
+
     def _check_memory(self) -> None:
         _ = self._alive()
         if not self._cache.resident_bytes:

@@ -54,6 +54,10 @@ class EngineLoop:
         self._admitted: dict[str, IncrementalDetokenizer | None] = {}  # in vLLM's scheduler
         self._open: Counter[int] = Counter()  # unfinished rows of each prompt
 
+    def restrict(self, tokens: int) -> None:
+        """See `VLLMEngine.restrict`."""
+        self._sampler.known = max(tokens, *(number + 1 for number in self._requests.stop_ids), 0)
+
     def submit(self, rows: Sequence[Row]) -> None:
         """Errors: ConfigError for a row that is finished or that the engine has already; then none is taken up."""
         names = Counter(row.name for row in rows)

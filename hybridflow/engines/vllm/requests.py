@@ -23,7 +23,7 @@ class RequestMaker:
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
-        self._stop_ids = stop_token_ids(checkpoint)
+        self.stop_ids = stop_token_ids(checkpoint)
         self._parameters = lru_cache(maxsize=4096)(self._new_parameters)
 
     def check(self, row: Row) -> None:
@@ -71,7 +71,7 @@ class RequestMaker:
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
             ignore_eos=sampling.ignore_eos,
-            stop_token_ids=[] if sampling.ignore_eos else list(self._stop_ids),
+            stop_token_ids=[] if sampling.ignore_eos else list(self.stop_ids),
             logprobs=0,
         )
         out.temperature = 0.0 if sampling.greedy else sampling.temperature  # vLLM's constructor refuses more than 2

@@ -65,6 +65,12 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
         _check_cache(spec, strategy, length)
 
 
+def prompt_limit(spec: Decoder, strategy: VLLM) -> int:
+    """The longest prompt that leaves room for a response."""
+    sampling = strategy.sampling
+    return max_length(spec, strategy) - (sampling.longest if sampling.ignore_eos else 1)
+
+
 def check_response(spec: Decoder, strategy: VLLM, max_tokens: int | None) -> None:
     """Errors: ConfigError for `max_tokens` (None: not asked for) that leave no room for a prompt of one token."""
     length = max_length(spec, strategy)

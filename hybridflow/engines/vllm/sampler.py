@@ -30,13 +30,16 @@ class PolicySampler(Sampler):
     """Samples tokens with log-probabilities after temperature and before truncation.
 
     `streams` holds, for every request in vLLM's scheduler, the seed of its row and the tokens of the row's prompt.
-    `runner` is vLLM's model runner, whose batch says which request and how many tokens each row of logits has.
+    `runner` is vLLM's model runner, whose batch says which request and how many tokens each row of logits has. Ids from
+    `known` on are never sampled (None: all may be): a vocabulary is often padded beyond its tokenizer. Like truncation,
+    that does not change log-probabilities.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__("processed_logprobs")
         self._runner = runner
         self.streams: dict[str, tuple[int, int]] = {}
+        self.known: int | None = None
 
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: object = None
@@ -44,17 +47,25 @@ class PolicySampler(Sampler):
         """`logits` [B, V] float32 -> tokens [B] int64 and log-probabilities [B, V] float32 they were drawn with."""
         del logprobs_mode_override
         if sampling_metadata.all_greedy:
-            return self.greedy_sample(logits), logits.log_softmax(-1)
+            logp_BV = logits.log_softmax(-1)
+            return self.greedy_sample(self._sampled(logits)), logp_BV
         temperature = sampling_metadata.temperature
         assert temperature is not None
-        greedy_B = None if sampling_metadata.all_random else self.greedy_sample(logits)
         logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
         logp_BV = logits.log_softmax(-1)
-        kept_BV = logits
+        kept_BV = self._sampled(logits)
+        greedy_B = None if sampling_metadata.all_random else self.greedy_sample(kept_BV)
         if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
-            kept_BV = apply_top_k_top_p(logp_BV.clone(), sampling_metadata.top_k, sampling_metadata.top_p)
+            kept_BV = self._sampled(logp_BV.clone())
+            kept_BV = apply_top_k_top_p(kept_BV, sampling_metadata.top_k, sampling_metadata.top_p)
         drawn_B = gumbel_argmax(kept_BV, self._seeds(len(logits)))
         return drawn_B if greedy_B is None else torch.where(temperature < _SAMPLING_EPS, greedy_B, drawn_B), logp_BV
+
+    def _sampled(self, logits: Tensor) -> Tensor:
+        """`logits` [B, V], in place, with ids that may not be sampled at minus infinity."""
+        if self.known is not None and self.known < logits.shape[1]:
+            logits[:, self.known :] = -torch.inf
+        return logits
 
     def _seeds(self, rows: int) -> Tensor:
         """[B] int64 of the next tokens."""

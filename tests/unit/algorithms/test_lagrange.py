@@ -207,6 +207,7 @@ def test_figures_of_engine_mismatch(seed, rows):
     }
     figures = batch_metrics(Batch({"response_mask": mask, **dirty}))
     valid = mask.values.numpy()
+    assert figures.pop("response/not_finite", 0.0) == (~valid).sum()
     if not valid.any():
         assert figures == {}
         return

@@ -423,6 +423,7 @@ def test_sums_are_divided_by_a_norm():
         ("geo_mean", {"entropy_coef": math.inf}, r"entropy_coef=inf\): must be a finite number"),
         ("reinforce", {"clip": 0.2}, "has no setting 'clip'"),
         ("reinforce", {"kl": "k4"}, "kl='k4'.*'k3'"),
+        ("ppo", {"kl": "k1", "kl_coef": 0.1}, r"PPO\(kl='k1'\).*expected gradient .* is 0. Use kl='k2'"),
         ("reinforce", {"aggregation": "token"}, "Did you mean 'token-mean'"),
         ("ppo", {"rollout_correction": "tokens"}, "level='tokens'.*Did you mean 'token'"),
         ("ppo", {"rollout_correction": 2.0}, "give 'token', 'sequence', 'geometric'"),
@@ -571,3 +572,24 @@ def test_a_whole_loss_of_one_s_own_may_return_the_scalar_alone():
 
     with pytest.raises(BatchError, match=r"loss 'per_token' gave a tensor \[4\]"):
         run(policy_loss(per_token), batch, outputs)
+
+
+def test_expected_gradients_of_kl_estimators_as_losses():
+    """Exact expectations over a vocabulary of five: what the docstring of PolicyLoss says of each estimator."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1, -0.4], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([1.0, 0.2, -0.7, 0.0, 0.4], dtype=torch.float64).log_softmax(0)
+
+    def gradient(scalar: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(scalar, logits)[0]
+
+    def expected_gradient(kind: str) -> torch.Tensor:
+        log_probs = logits.log_softmax(0)
+        return gradient((log_probs.detach().exp() * kl_estimate(log_probs, reference, kind)).sum())
+
+    log_probs = logits.log_softmax(0)
+    forward = gradient((log_probs.exp() * (log_probs - reference)).sum())
+    backward = gradient((reference.exp() * (reference - logits.log_softmax(0))).sum())
+    assert expected_gradient("k1").abs().max() < 1e-12
+    assert torch.allclose(expected_gradient("k2"), forward)
+    assert torch.allclose(expected_gradient("k3"), backward)
+    assert not torch.allclose(expected_gradient("abs"), forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +11,7 @@ from hybridflow.data.prompts import PromptSource
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import PromptError
 from recipes.small_model import SmallModel
+from tests.example_templates import TEMPLATES, tokenizer_of
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -100,3 +102,29 @@ def test_what_a_template_refuses_is_named(tokenizer):
         bare.encode([[USER]])
     with pytest.raises(PromptError, match="prompt 0 is int: give text or a list of chat messages"):
         bare.encode([3])
+
+
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch):
+    """In the main thread and in others, and what runs afterwards is not disturbed."""
+    monkeypatch.setattr("hybridflow.data.tokenizer.TEMPLATE_SECONDS", 0.2)
+    tokenizer, _ = tokenizer_of("plain")
+    asked = [{"role": "user", "content": "hi"}]
+    expected = tokenizer.encode([asked])
+    tokenizer.raw.chat_template = ENDLESS
+
+    def refused() -> bool:
+        with pytest.raises(PromptError, match=r"prompt 0: .*refuses the messages: it did not end within 0.2 s"):
+            tokenizer.encode([asked])
+        return True
+
+    assert refused()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(refused).result()
+    tokenizer.raw.chat_template = TEMPLATES["plain"][0]
+    assert [tokenizer.encode([asked]) for _ in range(50)] == [expected] * 50

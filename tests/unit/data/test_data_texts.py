@@ -14,13 +14,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, processors
 
 from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer
 from hybridflow.errors import ConfigError, PromptError
 from hybridflow.loader import text_batch
+from hybridflow.rewards.answer_extraction import own_words
 from recipes.small_model import SmallModel
+from tests.example_templates import TEMPLATES, tokenizer_of
 
 SMALL = SmallModel(characters="0123456789+=abcdefghijklmnopqrstuvwxyz <>")
 END = 1
@@ -104,10 +107,10 @@ def test_of_pairs_the_completion_and_the_end_are_learned():
 def test_pairs_may_be_messages():
     record = {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yes"}]}
     kind: dict[str, Any] = {"prompt": "prompt", "completion": "completion", "batch_size": 1, "max_tokens": 20}
-    assert rows(TextSource([record], tokenizer=make(chat=True), **kind)) == [(ids("<hi>"), [*ids("yes"), END])]
+    assert rows(TextSource([record], tokenizer=make(chat=True), **kind)) == [(ids("<hi>"), [*ids("yes>"), END])]
     record["prompt"].append({"role": "assistant", "content": "oh "})
     raw = make(chat=True).raw
-    assert rows(TextSource([record], tokenizer=raw, **kind)) == [(ids("<hi><oh "), [*ids("yes"), END])]
+    assert rows(TextSource([record], tokenizer=raw, **kind)) == [(ids("<hi><oh "), [*ids("yes>"), END])]
 
 
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
@@ -118,8 +121,8 @@ ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
     [
         ([("1+2=", "3"), ["2=", "2"]], [(ids("1+2="), [*ids("3"), END]), (ids("2="), [*ids("2"), END])]),
         ([{"prompt": "1+2=", "completion": "3", "more": 1}], [(ids("1+2="), [*ids("3"), END])]),
-        ([[ASKED, ANSWERED], {"messages": [ASKED, ANSWERED]}], [(ids("<hi>"), [*ids("yes"), END])] * 2),
-        ([([ASKED], "yes")], [(ids("<hi>"), [*ids("yes"), END])]),
+        ([[ASKED, ANSWERED], {"messages": [ASKED, ANSWERED]}], [(ids("<hi>"), [*ids("yes>"), END])] * 2),
+        ([([ASKED], "yes")], [(ids("<hi>"), [*ids("yes>"), END])]),
         (["ab", "c"], [(ids("a"), [*ids("b"), END]), (ids("c"), [END])]),
     ],
 )
@@ -267,3 +270,45 @@ def test_sections_of_a_long_text_are_its_whole_tokens(spaces: bool):
     rows = [next(iter(source)) for _ in range(4)]
     ids = [token for row in rows for column in ("prompt_ids", "response_ids") for token in row[column].tolist()[0]]
     assert ids == [*make().continuations([text])[0], make().raw.eos_token_id]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_rows_end_as_the_template_ends_them_and_once(template):
+    tokenizer, _ = tokenizer_of(template)
+    end = TEMPLATES[template][1]
+    for answer in ("yes", f"yes{end}"):
+        batch = text_batch([([ASKED], answer), ("text", answer)], tokenizer)
+        assert [tokenizer.raw.decode(row) for row in batch["response_ids"].tolist()] == [f"yes{end}"] * 2
+
+
+def test_a_template_that_ends_turns_with_another_token_than_the_tokenizer_says():
+    tokenizer, _ = tokenizer_of("qwen3")
+    tokenizer.raw.add_special_tokens({"eos_token": "<|endoftext|>"})
+    responses = text_batch([([ASKED], "yes"), ("text", "yes")], tokenizer)["response_ids"].tolist()
+    assert [tokenizer.raw.decode(row) for row in responses] == ["yes<|im_end|>", "yes<|endoftext|>"]
+
+
+def test_a_text_that_begins_with_the_begin_token_has_it_once():
+    raw = make(begin=True).raw
+    begin = raw.bos_token_id
+    raw.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", begin)]
+    )
+    tokenizer = Tokenizer(raw)
+    assert tokenizer.encode(["<s>ab", "ab"]) == [[begin, *ids("ab")]] * 2
+    batch = text_batch([("<s>ab", "c"), ("ab", "c")], tokenizer)
+    assert batch["prompt_ids"].tolist() == [[begin, *ids("ab")]] * 2
+    source = TextSource([{"text": "<s>ab"}], tokenizer=tokenizer, batch_size=1, max_tokens=9)
+    assert rows(source) == [([begin], [*ids("ab"), END])]
+
+
+def test_decoded_responses_keep_the_marks_of_thoughts():
+    tokenizer, end = tokenizer_of("qwen3")
+    text = "<think>18</think>17"
+    assert tokenizer.decode([[*tokenizer.continuations([text])[0], end]]) == [text]
+    tokenizer.raw.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")])
+    text = "[THINK]18[/THINK]17"
+    row = [*Tokenizer(tokenizer.raw).continuations([text])[0], end]
+    assert Tokenizer(tokenizer.raw).decode([row]) == [text]
+    assert Tokenizer(tokenizer.raw).decode([row], special=True) == [f"{text}<|im_end|>"]
+    assert own_words(text) == "17"
