@@ -23,6 +23,7 @@ from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, Transitio
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
+from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, Settings, register
 from hybridflow.settings import require
@@ -110,6 +111,7 @@ class ActorWorker(RowSession, ModelWorker):
         super().check(grid, settings, device_type)
         check_teacher(cls.model_spec(settings), settings)
         if settings["generate"] is not None:
+            check_config(settings["model"])
             check_vllm(cls.model_spec(settings), settings["generate"], device_type)
 
     @classmethod

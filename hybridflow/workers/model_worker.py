@@ -30,7 +30,7 @@ from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
-from hybridflow.models.hf_spec import Decoder, read_spec
+from hybridflow.models.hf_spec import Decoder, check_reading, read_spec
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
 from hybridflow.settings import require
@@ -112,6 +112,7 @@ class ModelWorker(Worker):
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
         backend(settings["train"], "layout").check(settings["train"], spec, grid, cls.role)
+        check_reading(settings["model"], spec)
         Checkpoint(settings["model"]).check(spec)
         check_lora(spec, settings)
         good = isinstance(optimizer := settings.get("optim"), Optimizer | None)

@@ -6,10 +6,11 @@ Importing and validating need no torch, so the driver can check a checkpoint bef
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,13 @@ from hybridflow.models.hf_spec import Decoder
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = frozenset({"score.weight"})  # may be absent: a value head can start from a language model
 _OUTPUTS = HEADS | {"lm_head.weight"}  # outside of the base model
+_OUTPUT_LAYERS = ("lm_head", "embed_out", "output", "cls.predictions.decoder")
+_BUFFERS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""Of older checkpoints, which transformers makes itself."""
 READ_ELEMENTS = 1 << 24  # elements read at a time, which bounds the memory beside the storage
 READABLE = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
 """Dtypes as safetensors spells them."""
@@ -141,6 +146,30 @@ class Checkpoint:
                     f"{entry.file} has {name} of shape {entry.shape}, the model asks for {asked}. "
                     f"Is {self.directory / 'config.json'} that of another model?"
                 )
+        self._check_surplus(spec)
+
+    def _check_surplus(self, spec: Decoder) -> None:
+        """Tensors that a model of this spec has no use for: named once in a warning.
+
+        Errors: CheckpointError for an output layer of tied embeddings that is another matrix.
+        """
+        asked = spec.tensors()
+        used = {entry.name for name in asked if (entry := self.find(name)) is not None}
+        surplus = sorted(self.entries.keys() - used)
+        if spec.tied and spec.head == "lm":
+            embedding = next(name for name, shape in asked.items() if shape == (spec.vocab, spec.hidden))
+            for name in [name for name in surplus if name.rpartition(".")[0] in _OUTPUT_LAYERS]:
+                if not _equal(self.entries[name], self.find(embedding)):
+                    raise CheckpointError(
+                        f"{self.directory}/config.json ties the output layer to the embeddings, and {name} in "
+                        f"{self.entries[name].file.name} is another matrix than {embedding}. Set "
+                        f"tie_word_embeddings to false there to use it, or delete the tensor."
+                    )
+                surplus.remove(name)
+        elif spec.head == "value":
+            surplus = [name for name in surplus if name.rpartition(".")[0] not in _OUTPUT_LAYERS]
+        if surplus := tuple(name for name in surplus if not name.endswith(_BUFFERS)):
+            _warn_of_surplus(self.directory, spec.family, surplus)
 
     def read_into(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
         """Fill this rank's regions, reading only their boxes, converted to the storage's dtype.
@@ -165,6 +194,29 @@ class Checkpoint:
         for name, entry in found.items():
             if entry is not None:
                 read_boxes(entry, wanted[name], storage)
+
+
+@lru_cache(maxsize=64)
+def _warn_of_surplus(directory: Path, family: str, names: tuple[str, ...]) -> None:
+    logger.warning(
+        "%s has %d tensors that a %s model of its config.json has no use for: %s%s. They are not loaded, nor saved.",
+        directory,
+        len(names),
+        family,
+        ", ".join(names[:5]),
+        ", ..." if len(names) > 5 else "",
+    )
+
+
+def _equal(one: Entry, other: Entry | None) -> bool:
+    """Whether two matrices of the files have the same elements; part by part."""
+    if other is None or one.shape != other.shape:
+        return False
+    step = max(1, READ_ELEMENTS // max(1, one.shape[-1]))
+    with one.opened() as own, other.opened() as theirs:
+        left, right = own.get_slice(one.name), theirs.get_slice(other.name)
+        ranges = [slice(row, row + step) for row in range(0, one.shape[0], step)]
+        return all(bool((left[rows] == right[rows]).all()) for rows in ranges)
 
 
 def read_boxes(entry: Entry, regions: Iterable[Region], storage: Mapping[str, Tensor]) -> None:

@@ -255,6 +255,23 @@ def test_tensors_that_are_missing_or_misshapen_are_named(copy):
     refuses(directory, spec, name, "(31,)", "(32,)")
 
 
+def test_a_tied_head_that_is_another_matrix_is_refused_and_other_surplus_is_named(copy, caplog):
+    path = copy("llama-tied")
+    weights = load_file(path / SINGLE)
+    head, embedding = "lm_head.weight", weights["model.embed_tokens.weight"]
+    spec = spec_of(path)
+    save_file({**weights, head: embedding.clone()}, path / SINGLE)
+    Checkpoint(path).check(spec)
+    assert not caplog.messages
+    save_file({**weights, head: embedding + 1e-3}, path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight in model.safetensors is another matrix"):
+        Checkpoint(path).check(spec)
+    extra = {"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2), "model.layers.0.rotary_emb.inv_freq": torch.ones(2)}
+    save_file({**weights, **extra}, path / SINGLE)
+    Checkpoint(path).check(spec)
+    assert ["1 tensors that a llama model" in said and "model.layers.7" in said for said in caplog.messages] == [True]
+
+
 def test_checking_needs_no_torch(models):
     code = (
         "import sys; from hybridflow.engines.checkpoint.reader import Checkpoint;"
