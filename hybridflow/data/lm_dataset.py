@@ -123,10 +123,10 @@ class LMDataset(_TextDataset):
 
     def _ended(self, ids: list[int], first: bool, last: bool) -> list[int]:
         """Adds the tokenizer's begin and end tokens, if any, to a text's first and last section."""
-        raw = self._tokenizer.raw
-        begin, end = ([] if one is None else [one] for one in (raw.bos_token_id, raw.eos_token_id))
+        tokenizer = self._tokenizer
+        begin, end = ([] if one is None else [one] for one in (tokenizer.raw.bos_token_id, tokenizer.end_id))
         ids = begin + ids if first and ids[:1] != begin else ids
-        return ids + end if last and ids[-1:] != end else ids
+        return ids + end if last and tokenizer.end_ids.isdisjoint(ids[-1:]) else ids
 
     def _piece(self, draw: Draw, ids: list[int], epoch: int) -> Row:
         """Adjacent pieces share one token, so every token is predicted."""
@@ -185,7 +185,7 @@ class SFTDataset(_TextDataset):
         prompts = self._tokenizer.encode([record[self._prompt] for record in records])
         texts = [_completion_text(record[self._completion]) for record in records]
         begun = [text[: section_of(self._max)] for text in texts]  # later text would be cut off
-        end = self._tokenizer.raw.eos_token_id
+        end = self._tokenizer.end_id
         rows = []
         for row, ids, answer, text in zip(at, prompts, self._tokenizer.continuations(begun), texts, strict=True):
             ended = end is not None and len(text) <= section_of(self._max)

@@ -109,9 +109,10 @@ class Retokenizer:
             for row, prompt, response, rendered in zip(rows, prompts, responses, chat, strict=True)
         ]
         ids = self._encoded(texts, chat)
-        end = self.own.raw.eos_token_id
+        end = self.own.end_id
         for tokens, rendered, ended in zip(ids, chat, self._ended(batch), strict=True):
-            if ended and not rendered and end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
+            # some tokenizers add it themselves
+            if ended and not rendered and end is not None and self.own.end_ids.isdisjoint(tokens[-1:]):
                 tokens.append(end)
         for row, tokens in zip(rows, ids, strict=True):
             self._check(row, len(tokens))
@@ -122,11 +123,11 @@ class Retokenizer:
         return batch[name] if name in batch else self.actors.decode(token_column(batch, f"{name}_ids").tolist())
 
     def _ended(self, batch: Batch) -> list[bool]:
-        """[B]: whether each response ended with the actor's end token."""
-        end = self.actors.raw.eos_token_id
-        if "response_ids" not in batch or end is None:
+        """[B]: whether each response ended with an end token of the actor."""
+        ends = self.actors.end_ids
+        if "response_ids" not in batch:
             return [False] * len(batch)
-        return [bool(len(row)) and int(row[-1]) == end for row in token_column(batch, "response_ids").rows()]
+        return [bool(len(row)) and int(row[-1]) in ends for row in token_column(batch, "response_ids").rows()]
 
     def _encoded(self, texts: Sequence[str], chat: Sequence[bool]) -> list[list[int]]:
         """Token ids of all texts; chat templates have already added their special tokens."""

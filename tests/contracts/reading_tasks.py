@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,56 @@ def outcomes(world: World, name: str, path: Path) -> dict[str, str | float]:
             own = build(world, f"{name}-{kind}", strategy, 1, path, spec=read_spec(path, "lm", strategy))
             found[kind] = _apart(drawn, own.forward(batch, ("log_probs",))["log_probs"].values)
             own.close()
+    return found
+
+
+def save_tokenizer(path: Path, end: int | None, special: int | None = None) -> None:
+    """Words `w0 w1 ...`; token `end` ends a text, and the special token `special` is written `<|im_end|>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<|im_end|>" if i == special else f"w{i}": i for i in range(SIZES["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
+    named: dict[str, Any] = {} if end is None else {"eos_token": f"w{end}"}
+    if special is not None:
+        tokenizer.add_special_tokens(["<|im_end|>"])
+        named["additional_special_tokens"] = ["<|im_end|>"]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", **named).save_pretrained(path)
+
+
+def stopped(world: World, name: str, path: Path) -> dict[str, Any]:
+    """Responses without stops, and with the token at the fifth place as a stop in each way."""
+    os.environ.setdefault("HYBRIDFLOW_SESSION", "5e5511")
+    context, plain = world.context(name, RankGrid()), GENERATE.sampling
+
+    def run(sampling: Sampling) -> tuple[list[int], bool]:
+        engine = VLLMEngine(context, GENERATE, context.grid.generation(), read_spec(path, "lm", FSDP()), path)
+        try:
+            Checkpoint(path).read_into(engine.layout(), 0, engine.storage())
+            engine.weights_changed()
+            row = engine.generate(PROMPTS[:1], sampling)[0][0]
+            return row.token_ids, row.finished
+        finally:
+            engine.close()
+
+    edit(path, "config.json", lambda config: config.update(eos_token_id=None))
+    (path / "generation_config.json").unlink(missing_ok=True)
+    whole, _ = run(plain)
+    token = whole[4]
+    found: dict[str, Any] = {"whole": whole, "at": whole.index(token)}
+    found["stop_token_ids"] = run(replace(plain, stop_token_ids=(token,)))
+    save_tokenizer(path, None, special=token)
+    found["special string"] = run(replace(plain, stop=("<|im_end|>",)))
+    save_tokenizer(path, end=token)
+    found["tokenizer's end"] = run(replace(plain, ignore_eos=False))
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer_config.json").unlink()
+    edit(path, "generation_config.json", lambda config: config.update(eos_token_id=[63, token]))
+    found["generation_config"] = run(replace(plain, ignore_eos=False))
+    edit(path, "generation_config.json", lambda config: config.update(eos_token_id=63))
+    edit(path, "config.json", lambda config: config.update(eos_token_id=token))
+    found["config"] = run(replace(plain, ignore_eos=False))
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.contracts.rank_processes import RankProcesses
-from tests.contracts.reading_tasks import edit, make, outcomes
+from tests.contracts.reading_tasks import edit, make, outcomes, stopped
 
 NEAR = 1e-4
 """Nats, in float32."""
@@ -138,3 +138,11 @@ def test_no_variation_differs_in_silence(process, tmp_path, name):
         print(f"  {kind:9}", outcome if isinstance(outcome, str) else f"{outcome:.1e} nats")
         assert isinstance(outcome, str) or outcome < NEAR, (name, found)
     shutil.rmtree(path)
+
+
+def test_every_kind_of_end_stops_a_response(process, tmp_path):
+    found = process.run(1, stopped, process.name(), make(tmp_path / "model"))[0]
+    whole = found.pop("whole")
+    cut = whole[: found.pop("at") + 1], True
+    assert found == dict.fromkeys(found, cut)
+    assert len(found) == 5

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
-from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer
-from hybridflow.errors import ConfigError, PromptError
+from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, end_token_ids, load_tokenizer
+from hybridflow.errors import CheckpointError, ConfigError, PromptError
 from hybridflow.loader import text_batch
 from recipes.small_model import SmallModel
 
@@ -267,3 +267,21 @@ def test_sections_of_a_long_text_are_its_whole_tokens(spaces: bool):
     rows = [next(iter(source)) for _ in range(4)]
     ids = [token for row in rows for column in ("prompt_ids", "response_ids") for token in row[column].tolist()[0]]
     assert ids == [*make().continuations([text])[0], make().raw.eos_token_id]
+
+
+def test_the_end_tokens_of_a_directory_are_those_of_tokenizer_and_both_configs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert end_token_ids(tmp_path) == (5, 6, 7)
+    SMALL.tokenizer().save_pretrained(tmp_path)
+    assert end_token_ids(tmp_path) == (END, 5, 6, 7)
+    batch = text_batch([("ab", "cd")], load_tokenizer(tmp_path))
+    assert batch["response_ids"].tolist() == [[*ids("cd"), END]]
+    raw = SMALL.tokenizer()
+    raw.eos_token = None
+    raw.save_pretrained(tmp_path)
+    assert end_token_ids(tmp_path) == (5, 6, 7)
+    assert load_tokenizer(tmp_path).end_id == 5
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(CheckpointError, match=r"generation_config.json has eos_token_id='</s>'"):
+        end_token_ids(tmp_path)
