@@ -88,6 +88,18 @@ Decoder: TypeAlias = ModelSpec | TransformersSpec
 """What is known of a decoder with a head before it exists."""
 
 
+_USE = ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
+_LABELS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "_token_id")  # how names end
+
+
+def use_of(spec: Decoder) -> dict[str, Any]:
+    """The settings, beside the shapes of tensors, that decide how a model computes, as JSON has them: for a
+    TransformersSpec, its config without labels."""
+    if isinstance(spec, ModelSpec):
+        return json.loads(json.dumps({name: getattr(spec, name) for name in _USE}))
+    return {name: value for name, value in spec.config.items() if not name.endswith(_LABELS)}
+
+
 @lru_cache(maxsize=16)
 def _read(text: str, head: Head) -> TransformersSpec:
     import torch

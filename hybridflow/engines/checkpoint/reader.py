@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from hybridflow.engine3d.layout import Layout, Region
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = frozenset({"score.weight"})  # may be absent: a value head can start from a language model
 _OUTPUTS = HEADS | {"lm_head.weight"}  # outside of the base model
+_SAMPLED = 256  # elements of each tensor in a fingerprint
 _OUTPUT_LAYERS = ("lm_head", "embed_out", "output", "cls.predictions.decoder")
 _BUFFERS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 """Of older checkpoints, which transformers makes itself."""
@@ -170,6 +173,17 @@ class Checkpoint:
             surplus = [name for name in surplus if name.rpartition(".")[0] not in _OUTPUT_LAYERS]
         if surplus := tuple(name for name in surplus if not name.endswith(_BUFFERS)):
             _warn_of_surplus(self.directory, spec.family, surplus)
+
+    def fingerprint(self) -> str:
+        """A hash of names, shapes and the first elements of all tensors: equal for copies in other files."""
+        digest = xxhash.xxh3_128()
+        for name, entry in sorted(self.tensors.items()):
+            digest.update(f"{name} {entry.shape} ".encode())
+            if entry.shape and math.prod(entry.shape):
+                with entry.opened() as file:
+                    first = (*[slice(0, 1)] * (len(entry.shape) - 1), slice(0, _SAMPLED))
+                    digest.update(file.get_slice(entry.name)[first].float().numpy().tobytes())
+        return digest.hexdigest()
 
     def read_into(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
         """Fill this rank's regions, reading only their boxes, converted to the storage's dtype.
