@@ -43,7 +43,7 @@ VLLM_ONLY: dict[str, Any] = {
     **dict.fromkeys(("attention_sinks", "ada_rms_norm_t_cond", "use_bidirectional_attention", "use_mrope"), False),
     **dict.fromkeys(("is_matryoshka", "is_mm_prefix_lm", "attn_temperature_tuning", "rotary"), False),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "rswa_window", "attention_chunk_size", "chunk_size"), 0),
-    **dict.fromkeys(("partial_rotary_factor", "logit_scale", "moe_layer_freq", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("logit_scale", "moe_layer_freq", "n_group", "topk_group"), 1),
     **dict.fromkeys(("is_causal", "route_norm"), True),
     **dict.fromkeys(("attn_config", "block_configs", "compression_config", "dual_chunk_attention_config"), None),
     **dict.fromkeys(("head_dtype", "hidden_size_per_head", "hybrid_layer_pattern", "index_topk", "kv_lora_rank"), None),

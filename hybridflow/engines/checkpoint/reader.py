@@ -90,10 +90,17 @@ class Checkpoint:
 
     def _sharded(self, index: Path) -> dict[str, Entry]:
         try:
-            where = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            if not all(isinstance(file, str) for file in where.values()):
+                raise TypeError("its files are not names")
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index with a 'weight_map': {error!r}.") from None
         files = sorted(set(where.values()))
+        if outside := [file for file in files if Path(file).name != file]:
+            raise CheckpointError(
+                f"{index} names {outside[0]!r}: an index may name files of its own directory only. Download or copy "
+                f"the checkpoint again."
+            )
         if absent := [file for file in files if not (self.directory / file).exists()]:
             raise CheckpointError(
                 f"{index} names {len(files)} files, of which {len(absent)} do not exist: {', '.join(absent[:5])}. "

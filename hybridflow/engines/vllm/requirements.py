@@ -50,6 +50,11 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     if spec.head != "lm":
         raise ModelError(f"vLLM generates text; this model has a {spec.head!r} head and no output embedding.")
     _ = architecture(spec)
+    if device_type == "cpu" and _has_latent_attention(spec):
+        raise ModelError(
+            f"vLLM on CPU computes the latent attention of {spec.family} wrongly (it rotates queries otherwise than "
+            f"training does). Use CUDA, or a model without kv_lora_rank."
+        )
     if device_type == "cpu" and head_dim(spec) not in CPU_HEAD_DIMS:
         raise ModelError(
             f"vLLM on CPU runs heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions, this model has "
@@ -71,6 +76,11 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     check_response(spec, strategy, strategy.sampling.max_tokens)
     if device_type == "cpu":
         _check_cache(spec, strategy, length)
+
+
+def _has_latent_attention(spec: Decoder) -> bool:
+    """vLLM computes minicpm3, whose config has the same keys, with plain attention."""
+    return bool(not isinstance(spec, ModelSpec) and spec.config.get("kv_lora_rank") and spec.family != "minicpm3")
 
 
 def check_config(checkpoint: str | Path) -> None:

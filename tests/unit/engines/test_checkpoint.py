@@ -214,6 +214,16 @@ def test_an_index_must_fit_its_files(copy):
     refuses(directory, spec, INDEX, "not a safetensors index")
 
 
+@pytest.mark.parametrize("name", ["../llama-sharded/model-00001-of-00002.safetensors", "/etc/passwd", "."])
+def test_an_index_names_files_of_its_own_directory_only(copy, name):
+    path = copy("llama-sharded")
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="may name files of its own directory only"):
+        Checkpoint(path).check(spec_of(path))
+
+
 @pytest.mark.parametrize("kept", [0, 5, 200, -1, -100])
 def test_truncated_files_are_named_with_both_sizes(copy, kept):
     directory = copy("llama")
