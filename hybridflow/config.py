@@ -298,8 +298,11 @@ class Sampling:
     `n` responses are sampled per prompt, of at most `max_tokens` tokens (None: 256, or fewer where the context has no
     room for them). Log-probabilities returned with the responses are those of the distribution after temperature and
     before top-k/top-p (truncation renormalises: with it, the ratio to a training policy's log-probabilities is that of
-    the untruncated policies). `ignore_eos=True` always samples `max_tokens` tokens.
-    `skip_special_tokens=False` leaves special tokens in the text `response`; by default only marks of thoughts stay.
+    the untruncated policies).
+
+    A response ends with one of the model's end tokens (`ignore_eos=True`: never, it has `max_tokens` tokens), of
+    `stop_token_ids`, or with a string of `stop`, which may be or contain a special token. `skip_special_tokens=False`
+    leaves special tokens in the text `response`; by default only marks of thoughts stay.
     """
 
     max_tokens: Size | None = None
@@ -310,12 +313,21 @@ class Sampling:
     greedy: bool = False
     seed: Count | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         require(
             self.greedy or self.temperature > 0, "Sampling(temperature=0) has no log-probabilities: use greedy=True."
+        )
+        require(
+            all(is_whole(one) and one >= 0 for one in self.stop_token_ids),
+            f"Sampling(stop_token_ids={self.stop_token_ids!r}): give ids of tokens; texts go into stop=.",
+        )
+        require(
+            all(isinstance(one, str) and one for one in self.stop),
+            f"Sampling(stop={self.stop!r}): give strings that are not empty; ids of tokens go into stop_token_ids=.",
         )
 
     @property

@@ -22,8 +22,7 @@ from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError, add_outcome
-from hybridflow.models.hf_spec import Decoder
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.hf_spec import use_of
 from hybridflow.protocols import kind_of
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
@@ -31,8 +30,6 @@ from hybridflow.workers.worker import Worker, ranks_on
 
 logger = logging.getLogger(__name__)
 _GONE_SECONDS = 60.0
-_USE = ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
-_LABELS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "_token_id")  # how names end
 
 
 def init(
@@ -279,7 +276,7 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
     ]
     if len(specs) < 2:
         return
-    uses = [_use(spec) for spec in specs]
+    uses = [use_of(spec) for spec in specs]
     for name in {**uses[0], **uses[1]}:
         here, there = (use.get(name) for use in uses)
         if here != there:
@@ -287,13 +284,6 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
                 f"{source.name} and {destination.name} are different models: {name} is {here} in {source.name} and "
                 f"{there} in {destination.name}. Weights move between groups of one model only."
             )
-
-
-def _use(spec: Decoder) -> dict[str, Any]:
-    """The settings that decide how a model computes: for a TransformersSpec, its config without labels."""
-    if isinstance(spec, ModelSpec):
-        return {name: getattr(spec, name) for name in _USE}
-    return {name: value for name, value in spec.config.items() if not name.endswith(_LABELS)}
 
 
 def _replace_ranks(group: WorkerGroup, new: RankGroup) -> None:

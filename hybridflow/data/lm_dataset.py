@@ -123,10 +123,10 @@ class LMDataset(_TextDataset):
 
     def _ended(self, ids: list[int], first: bool, last: bool) -> list[int]:
         """Adds the tokenizer's begin and end tokens, if any, to a text's first and last section."""
-        raw = self._tokenizer.raw
-        begin, end = ([] if one is None else [one] for one in (raw.bos_token_id, raw.eos_token_id))
+        tokenizer = self._tokenizer
+        begin, end = ([] if one is None else [one] for one in (tokenizer.raw.bos_token_id, tokenizer.end_id))
         ids = begin + ids if first and ids[:1] != begin else ids
-        return ids + end if last and ids[-1:] != end else ids
+        return ids + end if last and tokenizer.end_ids.isdisjoint(ids[-1:]) else ids
 
     def _piece(self, draw: Draw, ids: list[int], epoch: int) -> Row:
         """Adjacent pieces share one token, so every token is predicted."""
@@ -186,11 +186,12 @@ class SFTDataset(_TextDataset):
         prompts = self._tokenizer.encode([record[self._prompt] for record in records])
         texts = [_completion_text(record[self._completion]) for record in records]
         begun = [text[: section_of(self._max)] for text in texts]  # later text would be cut off
-        kinds = {chat: self._tokenizer.end_ids(chat) for chat in (False, True)}
+        kinds = {chat: self._tokenizer.closing_ids(chat) for chat in (False, True)}
         ends = [kinds[isinstance(record[self._prompt], list)] for record in records]
         answers, rows = self._tokenizer.continuations(begun), []
         for row, ids, answer, text, end in zip(at, prompts, answers, texts, ends, strict=True):
-            ended = len(text) > section_of(self._max) or (bool(end) and answer[-len(end) :] == end)
+            ended = len(text) > section_of(self._max) or not self._tokenizer.end_ids.isdisjoint(answer[-1:])
+            ended = ended or (bool(end) and answer[-len(end) :] == end)
             response = [*answer, *([] if ended else end)][: self._max - len(ids)]
             if not response:
                 place = self._records.place(row)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -92,10 +93,22 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer for lists of texts. `raw` is the tokenizer itself."""
+    """A Hugging Face tokenizer for lists of texts. `raw` is the tokenizer itself.
 
-    def __init__(self, raw: Any) -> None:
+    `end_ids`: each of these tokens ends a text or a response. Of a checkpoint directory they are those of
+    `end_token_ids`.
+    """
+
+    def __init__(self, raw: Any, end_ids: Iterable[int] = ()) -> None:
         self.raw = raw
+        own = getattr(raw, "eos_token_id", None)
+        self.end_ids = frozenset(end_ids if own is None else (*end_ids, own))
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a text: the tokenizer's own, if it has one."""
+        own = getattr(self.raw, "eos_token_id", None)
+        return min(self.end_ids, default=None) if own is None else own
 
     def encode(
         self, prompts: Sequence[Any], places: Sequence[str] | None = None, column: str | None = None
@@ -166,10 +179,10 @@ class Tokenizer:
             logger.info("the chat template refuses a turn of a user and one of an assistant: %s", error)
             return ""
 
-    def end_ids(self, chat: bool) -> list[int]:
-        """The tokens that end a response: with `chat` those of the template; and the tokenizer's end token, unless the
-        template ends with a special token."""
-        own = [] if (end := self.raw.eos_token_id) is None else [end]
+    def closing_ids(self, chat: bool) -> list[int]:
+        """The tokens behind a response in training texts: with `chat` those of the template; and the end token, unless
+        the template ends with a special token."""
+        own = [] if (end := self.end_id) is None else [end]
         found = self.continuations([self.turn_end.rstrip()])[0] if chat else []
         return found if found and found[-1] in self._special else [*found, *own]
 
@@ -246,10 +259,9 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     if not named and not has_tokenizer(directory):
         raise CheckpointError(f"{directory} has no tokenizer: none of {', '.join(_FILES)} is there.")
     check_no_code(directory)
-    from transformers import AutoTokenizer
-
+    files = () if named else (one.stat() for one in sorted(path.iterdir()) if one.is_file())
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
+        return _loaded(name, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in files))
     except (OSError, ValueError) as error:
         if not named:
             raise CheckpointError(f"the tokenizer of {directory} cannot be read: {error}.") from error
@@ -257,6 +269,36 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
             f"{name} is neither a directory nor a model whose tokenizer the hub gives here without "
             f"running code of its authors: {type(error).__name__}."
         ) from error
+
+
+@lru_cache(maxsize=2)
+def _loaded(name: str, versions: tuple[tuple[int, int, int], ...]) -> Tokenizer:
+    """Shared by the parts of a process, as long as the directory's files have these `versions`."""
+    from transformers import AutoTokenizer
+
+    del versions
+    return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False), _configured_ends(Path(name)))
+
+
+def end_token_ids(directory: str | os.PathLike[str]) -> tuple[int, ...]:
+    """The token ids that end a response of this model, ascending: those of its tokenizer, `generation_config.json` and
+    `config.json` together.
+
+    Errors: CheckpointError for ids that are not whole numbers, and those of `load_tokenizer`.
+    """
+    found = load_tokenizer(directory).end_ids if has_tokenizer(directory) else _configured_ends(Path(directory))
+    return tuple(sorted(found))
+
+
+def _configured_ends(directory: Path) -> set[int]:
+    ends = set[int]()
+    for name in ("generation_config.json", "config.json"):
+        found = json.loads(path.read_text()).get("eos_token_id") if (path := directory / name).is_file() else None
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise CheckpointError(f"{path} has eos_token_id={found!r}. Give the id of a token, or a list of them.")
+        ends |= set(ids)
+    return ends
 
 
 # Prompts

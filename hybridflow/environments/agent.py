@@ -13,12 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
-from hybridflow.engines.vllm.requests import stop_token_ids
 from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.rendering import ChatRenderer
@@ -131,7 +129,7 @@ class Agent:
         return [] if self.environment is None else [*EnvironmentLoop(self.environment, self.max_turns).schemas.values()]
 
     def process(self, checkpoint: str) -> SessionProcess:
-        stop_ids = tuple(stop_token_ids(Path(checkpoint)))
+        stop_ids = end_token_ids(checkpoint)
         return SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
 
     def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
@@ -168,9 +166,7 @@ def _check_environment(given: Any) -> None:
 
 @lru_cache(maxsize=32)
 def _check_template(checkpoint: str, schemas: str, options: str) -> None:
-    _ = ChatRenderer(
-        load_tokenizer(checkpoint), stop_token_ids(Path(checkpoint)), json.loads(schemas), json.loads(options)
-    )
+    _ = ChatRenderer(load_tokenizer(checkpoint), end_token_ids(checkpoint), json.loads(schemas), json.loads(options))
 
 
 class Acted(NamedTuple):

@@ -5,7 +5,10 @@ Tests compute small copies of all families and keep these lists; transformers' v
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ModelError
@@ -34,6 +37,63 @@ FUSED_LINEAR: dict[str, tuple[str, ...]] = {
     "JambaMambaMixer": ("dt_proj",),
 }
 """Linear layers of transformers' state space mixers whose weights a fused kernel reads."""
+
+VLLM_ONLY: dict[str, Any] = {
+    **dict.fromkeys(("attention_bias", "bias", "mlp_bias", "qkv_bias", "qk_norm", "use_qk_norm", "score_bias"), False),
+    **dict.fromkeys(("attention_sinks", "ada_rms_norm_t_cond", "use_bidirectional_attention", "use_mrope"), False),
+    **dict.fromkeys(("is_matryoshka", "is_mm_prefix_lm", "attn_temperature_tuning", "rotary"), False),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "rswa_window", "attention_chunk_size", "chunk_size"), 0),
+    **dict.fromkeys(("logit_scale", "moe_layer_freq", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("is_causal", "route_norm"), True),
+    **dict.fromkeys(("attn_config", "block_configs", "compression_config", "dual_chunk_attention_config"), None),
+    **dict.fromkeys(("head_dtype", "hidden_size_per_head", "hybrid_layer_pattern", "index_topk", "kv_lora_rank"), None),
+    **dict.fromkeys(("layer_rope_theta", "layer_types", "llama_4_scaling", "no_rope_layers", "rotary_dim"), None),
+    **dict.fromkeys(("rope_local_base_freq", "swa_rope_parameters", "target_layer_count", "attn_scale"), None),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), None),
+    **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"), None),
+}
+"""Keys of a `config.json` by which vLLM's classes compute something else, and the value that changes nothing. Where
+transformers' config of a family lacks such a key, the model that trains would not follow it."""
+
+
+def vllm_only_keys(config: Mapping[str, Any], known: type) -> dict[str, Any]:
+    """The keys of a `config.json` that vLLM follows and transformers' config class `known` does not have."""
+    return {
+        key: value
+        for key, value in config.items()
+        if key in VLLM_ONLY
+        and not hasattr(known, key)
+        and key not in getattr(known, "attribute_map", {})
+        and key not in getattr(known, "__dataclass_fields__", {})
+        and value is not None
+        and value != VLLM_ONLY[key]
+        and not (key == "layer_types" and set(value) == {"full_attention"})
+    }
+
+
+def unread_rope_keys(config: Any) -> list[str]:
+    """Rope parameters of a transformers configuration that its code does not mention, and settings by kind of layer of
+    a model whose layers are of one kind."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
+    if by_kind and getattr(config, "layer_types", None) is None:
+        return sorted(by_kind)
+    own = Path(inspect.getfile(type(config)))
+    files = [own, *own.parent.glob("modeling_*.py")]
+    found = set[str]()
+    for one in by_kind.values() or [rope]:
+        kind = one.get("rope_type", "default")
+        shared = [] if kind == "default" else [own.parents[2] / "modeling_rope_utils.py"]
+        text = "".join(file.read_text() for file in (*files, *shared))
+        found |= {
+            key
+            for key, value in one.items()
+            if value is not None and key not in _ROPE and not re.search(rf"\b{key}\b", text)
+        }
+    return sorted(found)
+
+
+_ROPE = ("rope_type", "type", "rope_theta")
 
 
 def is_packable(config: Mapping[str, Any]) -> bool:

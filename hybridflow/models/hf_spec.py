@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -86,6 +86,18 @@ class TransformersSpec:
 
 Decoder: TypeAlias = ModelSpec | TransformersSpec
 """What is known of a decoder with a head before it exists."""
+
+
+_USE = ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
+_LABELS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "_token_id")  # how names end
+
+
+def use_of(spec: Decoder) -> dict[str, Any]:
+    """The settings, beside the shapes of tensors, that decide how a model computes, as JSON has them: for a
+    TransformersSpec, its config without labels."""
+    if isinstance(spec, ModelSpec):
+        return json.loads(json.dumps({name: getattr(spec, name) for name in _USE}))
+    return {name: value for name, value in spec.config.items() if not name.endswith(_LABELS)}
 
 
 @lru_cache(maxsize=16)
@@ -253,7 +265,7 @@ def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Dec
     """
     config = read_config(directory)
     try:
-        return ModelSpec.from_hf_config(config, head)
+        spec = ModelSpec.from_hf_config(config, head)
     except ModelError as error:
         if config.get("model_type") in FAMILIES and any(name not in config for name in NEEDED):
             raise
@@ -263,7 +275,22 @@ def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Dec
                 f"{type(strategy).__name__} cannot cut the {made.model_type} model {directory}: {error} It computes "
                 f"{', '.join(FAMILIES)}. Use FSDP() or ZeRO(), which take any decoder."
             ) from None
-    return TransformersSpec.of(config, head)
+        return TransformersSpec.of(config, head)
+    return spec
+
+
+def check_reading(directory: str | Path, spec: Decoder) -> None:
+    """Errors: ModelError where transformers' config of the same `config.json` says something else than `spec`."""
+    if not isinstance(spec, ModelSpec):
+        return  # it is transformers' reading
+    theirs = ModelSpec.from_hf_config(hf_config(read_config(directory)), spec.head)
+    for one in fields(spec):
+        own, other = getattr(spec, one.name), getattr(theirs, one.name)
+        if own != other:
+            raise ModelError(
+                f"{directory}/config.json: {one.name} is {own!r} to hybridflow and {other!r} to transformers. Save "
+                f"the config again with transformers, or delete keys that name the same setting twice."
+            )
 
 
 def _cost(model: PreTrainedModel, layer_list: str, columns: int, hidden: int, heads: int) -> Cost:

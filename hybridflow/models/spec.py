@@ -30,7 +30,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
-        "use_sliding_window": True,
     },
 }
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -111,14 +110,7 @@ class ModelSpec:
         heads, hidden = get["num_attention_heads"], get["hidden_size"]
         if not get.get("head_dim") and heads > 0 and hidden % heads:
             raise ModelError(f"hidden_size={hidden} does not divide by {heads} heads, and the config has no head_dim.")
-        # transformers >= 5 nests rope settings under `rope_parameters`, older checkpoints have them at the top
-        rope = dict(get.get("rope_parameters") or get.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", None) or get.get("rope_theta") or 10000.0
-        kind = rope.pop("rope_type", rope.pop("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise ModelError(f"rope type {kind!r} is not supported. Known: default, llama3.")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ModelError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported.")
+        theta, kind, rope = _rope(get)
         return cls(
             family=family,
             hidden=hidden,
@@ -132,10 +124,10 @@ class ModelSpec:
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
             norm_eps=_number(get, "rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
-            rope_scaling=tuple(sorted((k, float(v)) for k, v in rope.items())) if kind == "llama3" else (),
+            rope_theta=theta,
+            rope_scaling=tuple(sorted(rope.items())) if kind == "llama3" else (),
             context=int(_number(get, "max_position_embeddings", _DEFAULTS[family]["max_position_embeddings"])),
-            sliding_window=_sliding_window(get),
+            sliding_window=_sliding_window(family, get),
             head=head,
         )
 
@@ -330,13 +322,50 @@ def _number(config: Mapping[str, Any], name: str, default: float) -> float:
         raise ModelError(f"{name}={value!r} of this model's config is not a number.") from None
 
 
-def _sliding_window(config: Mapping[str, Any]) -> int | None:
-    """The attention window of all layers, or None. Errors: ModelError when only some layers have one."""
+_LLAMA3 = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, str, dict[str, float]]:
+    """Theta, kind and the kind's other parameters, read as transformers does: `rope_scaling`, as older checkpoints
+    call it, replaces `rope_parameters`. Errors: ModelError for a parameter that would be left out."""
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    rope = {name: value for name, value in rope.items() if value is not None}
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    legacy = rope.pop("type", None)
+    kind = rope.pop("rope_type", legacy or "default")
+    if kind not in ("default", "llama3"):
+        raise ModelError(f"rope type {kind!r} is not supported. Known: default, llama3.")
+    if legacy not in (None, kind):
+        raise ModelError(f"the rope settings have rope_type={kind!r} and type={legacy!r}. Delete the wrong one.")
+    for partial in (rope.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")):
+        if partial not in (None, 1.0):
+            raise ModelError(f"partial_rotary_factor={partial} is not supported.")
+    if kind == "llama3":
+        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    known = _LLAMA3 if kind == "llama3" else ()
+    if unknown := sorted(rope.keys() - set(known)):
+        raise ModelError(f"rope parameters {', '.join(unknown)} are not read with rope type {kind!r}. Delete them.")
+    if missing := [name for name in known if rope.get(name) is None]:
+        raise ModelError(f"rope type {kind!r} needs {', '.join(missing)}, which the config lacks.")
+    return (
+        _number({"rope_theta": theta}, "rope_theta", 10000.0),
+        kind,
+        {name: _number(rope, name, 0.0) for name in known},
+    )
+
+
+def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
+    """The attention window of all layers, or None. Errors: ModelError when only some layers have one.
+
+    Only keys that transformers reads in this family count: none of llama, and `sliding_window` alone of mistral.
+    """
+    if family in ("llama", "mistral"):
+        return config.get("sliding_window") if family == "mistral" else None
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     if window is None:
         return None
     layers = config["num_hidden_layers"]
-    full = min(layers, config.get("max_window_layers", 0))  # Qwen: the first layers attend to everything
+    full = min(layers, config.get("max_window_layers", 0))  # the first layers attend to everything
     if types := config.get("layer_types"):
         full = sum(kind == "full_attention" for kind in types)
     if 0 < full < layers:

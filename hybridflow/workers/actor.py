@@ -25,6 +25,7 @@ from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, Transitio
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
+from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.errors import ConfigError, MismatchError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, Settings, register
 from hybridflow.settings import require
@@ -123,6 +124,7 @@ class ActorWorker(RowSession, ModelWorker):
                     f"devices that also train its memory is given back for that. Leave it out, or give the option to a "
                     f"RolloutWorker."
                 )
+            check_config(settings["model"])
             check_vllm(cls.model_spec(settings), settings["generate"], device_type)
 
     @classmethod

@@ -19,9 +19,8 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import FSDP, VLLM, Sampling, Until
-from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
-from hybridflow.engines.vllm.requests import stop_token_ids
 from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.environments.acting_session import ActingSession, RecentSessions
 from hybridflow.environments.agent import AGENT_SETTINGS, Acted, Agent, AgentTurns, report_failures
@@ -164,7 +163,7 @@ class Generation:
         self, acted: Sequence[Acted], n: int, agent: Agent
     ) -> tuple[Batch, list[list[tuple[Row, TrajectoryRow]]]]:
         """The rows of trajectories, without the columns of their prompts."""
-        several = trajectory_rows(acted, stop_token_ids(Path(self._checkpoint))[:1] or [0])
+        several = trajectory_rows(acted, end_token_ids(self._checkpoint)[:1] or (0,))
         columns = trajectory_columns(acted, several, n, agent.rewards)
         found = self._columns([row for rows in several for row, _ in rows])
         finite, mask = (token_column(one, "response_mask") for one in (found, columns))

@@ -30,12 +30,13 @@ from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
-from hybridflow.models.hf_spec import Decoder, read_spec
+from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.lora_options import check_lora, lora_of, with_saved_adapters
+from hybridflow.workers.saved_state import FROZEN
 from hybridflow.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class ModelWorker(Worker):
     """One rank of a sharded model as a `TrainEngine`."""
 
     head: ClassVar[Head] = "lm"
+    _frozen: Mapping[str, str] = {}
     _idle: tuple[TrainState, ...] = ()  # kept in host memory between calls
 
     @classmethod
@@ -112,6 +114,7 @@ class ModelWorker(Worker):
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
         backend(settings["train"], "layout").check(settings["train"], spec, grid, cls.role)
+        check_reading(settings["model"], spec)
         Checkpoint(settings["model"]).check(spec)
         check_lora(spec, settings)
         good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
@@ -182,6 +185,13 @@ class ModelWorker(Worker):
     def has_tensors(self) -> bool:
         return getattr(self, "engine", None) is not None  # a reward function has none
 
+    def use(self) -> Mapping[str, Any]:
+        if (engine := getattr(self, "engine", None)) is None:
+            return {}
+        lora = None if engine.adapters is None else engine.adapters.lora
+        own = {} if lora is None else {"lora_alpha": lora.alpha, "lora_rank": lora.rank}
+        return {**use_of(self.spec), **own, **self._frozen}
+
     def beside(self) -> Mapping[str, bytes]:
         engine = getattr(self, "engine", None)
         if engine is None or engine.adapters is None:
@@ -205,6 +215,8 @@ class ModelWorker(Worker):
         # the directory may be gone when `save` runs
         self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}
         self.spec = read_spec(self.checkpoint, self.head, train)
+        frozen = self.context.rank == 0 and (optim is None or getattr(train, "lora", None) is not None)
+        self._frozen = {FROZEN: Checkpoint(self.checkpoint).fingerprint()} if frozen else {}
         weights = UNINITIALIZED if self.context.uninitialized else self.checkpoint
         self._skipped = SkippedSteps(self.context, optim)
         self.engine = build_engine(self.context, train, self.spec, weights, optim)

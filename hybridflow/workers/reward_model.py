@@ -109,9 +109,10 @@ class Retokenizer:
             text = self._chat(row, prompt, response) if rendered else prompt + response
             texts.append(text.removesuffix(self.own.turn_end) if rendered and ended is False else text)
         ids = self._encoded(texts, chat)
-        end = self.own.raw.eos_token_id
+        end = self.own.end_id
         for tokens, rendered, ended in zip(ids, chat, whole, strict=True):
-            if ended and not rendered and end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
+            # some tokenizers add it themselves
+            if ended and not rendered and end is not None and self.own.end_ids.isdisjoint(tokens[-1:]):
                 tokens.append(end)
         for row, tokens in zip(rows, ids, strict=True):
             self._check(row, len(tokens))
@@ -125,10 +126,10 @@ class Retokenizer:
         """[B]: whether the model ended each response: the column `finished`, or its end token; None: not known."""
         if "finished" in batch:
             return row_column(batch, "finished").tolist()
-        end = self.actors.raw.eos_token_id
-        if "response_ids" not in batch or end is None:
+        ends = self.actors.end_ids
+        if "response_ids" not in batch or not ends:
             return [None] * len(batch)
-        return [bool(len(row)) and int(row[-1]) == end for row in token_column(batch, "response_ids").rows()]
+        return [bool(len(row)) and int(row[-1]) in ends for row in token_column(batch, "response_ids").rows()]
 
     def _encoded(self, texts: Sequence[str], chat: Sequence[bool]) -> list[list[int]]:
         """Token ids of all texts; chat templates have already added their special tokens."""

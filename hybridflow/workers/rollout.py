@@ -18,8 +18,9 @@ from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.lora.adapters import is_adapter_directory
 from hybridflow.engines.vllm.layout import unbuilt_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
+from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.models.hf_spec import Decoder, read_spec
+from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.topology import RankGrid
@@ -65,6 +66,8 @@ class RolloutWorker(RowSession, Worker):
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         spec = cls.model_spec(settings)
+        check_reading(settings["model"], spec)
+        check_config(settings["model"])
         Checkpoint(settings["model"]).check(spec)
         check_vllm(spec, settings["generate"], device_type)
 
@@ -166,6 +169,9 @@ class RolloutWorker(RowSession, Worker):
     @property
     def has_tensors(self) -> bool:
         return True
+
+    def use(self) -> Mapping[str, Any]:
+        return use_of(self.spec)
 
     def while_waiting(self, waits: Callable[[], bool]) -> bool:
         """Decode unfinished rows, if the version of the present weights is known."""

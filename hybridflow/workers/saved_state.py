@@ -24,6 +24,8 @@ from hybridflow.engines.checkpoint.rank_state import (
 from hybridflow.errors import CheckpointError
 
 WEIGHTS = "weights"
+FROZEN = "frozen weights"
+"""Key of `use`: a fingerprint of weights that training leaves alone."""
 
 
 def rank_file(folder: str, rank: int) -> str:
@@ -71,6 +73,7 @@ class SavedState:
             counters=counters,
             beside=tuple(f"{folder}/{name}" for name in self.beside()) if kinds else (),
             values=(self.state(),) if has_state(self) else None,
+            use=self.use(),
         )
 
     def _kinds(self: Any, settings: Mapping[str, Any] | None) -> tuple[Kinds, dict[str, Any] | None]:
@@ -88,6 +91,11 @@ class SavedState:
             built = type(self).has_runtime_layout(settings)
             self._weights = self.runtime_layout() if built else self.weights_layout(settings, self.context.grid)
         return self._weights
+
+    def use(self) -> Mapping[str, Any]:
+        """Settings by which the model computes from its tensors, as plain data, and what identifies frozen weights
+        that a checkpoint does not have."""
+        return {}
 
     def beside(self) -> Mapping[str, bytes]:
         """Files that an exported model has beside its weights, by name."""
@@ -137,6 +145,7 @@ class SavedState:
                 self.on_weights_loaded()
 
     def _read(self: Any, files: Sequence[Path], id: str, saved: SavedGroup, settings: Mapping[str, Any]) -> None:
+        self._check_use(saved)
         tensors, rank = SavedTensors(files, id), self.context.rank
         engine = self.optimizing_engine() if saved.kinds else None
         if engine is not None:
@@ -155,6 +164,19 @@ class SavedState:
             tensors.read_into(kind, layout.regions(rank), self.weights_storage())
         if len(files) == self.context.grid.size:
             tensors.restore_random_state(rank)
+
+    def _check_use(self: Any, saved: SavedGroup) -> None:
+        here = self.use()
+        for name in here.keys() & saved.use.keys():
+            if here[name] == saved.use[name] or (name == FROZEN and saved.kinds and "lora_alpha" not in here):
+                continue
+            if name == FROZEN:
+                why = f"the frozen weights of {self.context.role} are not those that the checkpoint was made with"
+            else:
+                why = f"{name} is {saved.use[name]} in the checkpoint of {self.context.role} and {here[name]} here"
+            raise CheckpointError(
+                f"{why}: the model would compute something else. Give the model and the settings of the saved run."
+            )
 
     def _check_tensors(self: Any, saved: SavedGroup, layout: Layout) -> None:
         here = {name: tuple(shape) for name, shape in layout.tensors.items()}

@@ -340,6 +340,32 @@ def test_what_does_not_belong_together_is_refused(group, pool, policy, tmp_path)
         changed.close()
 
 
+def test_a_checkpoint_of_another_use_is_refused(pool, fresh, policy, tmp_path):
+    """Of equal tensors that another model would compute otherwise with: scale of adapters, rotation, frozen weights."""
+    lora = hf.LoRA(rank=2, alpha=8)
+    turned = tiny_models.make_policy(tmp_path / "turned", rope_parameters={"rope_type": "default", "rope_theta": 99.0})
+    drawn = tiny_models.make_policy(tmp_path / "drawn", seed=9)
+
+    def place(model: Path, lora: hf.LoRA) -> hf.WorkerGroup:
+        return hf.ActorWorker.on(pool[0:2], name="used", model=model, train=hf.FSDP(lora=lora), optim=ADAM)
+
+    actor = place(policy, lora)
+    path = hf.save(tmp_path / "saved", parts=[actor])
+    hf.load(path, parts=[actor])
+    actor.close()
+    for model, asked, said in (
+        (policy, hf.LoRA(rank=2, alpha=16), "lora_alpha is 8.* in the checkpoint of used and 16"),
+        (turned, lora, "rope_theta is 10000.0 in the checkpoint of used and 99.0 here"),
+        (drawn, lora, "the frozen weights of used are not those"),
+    ):
+        actor = place(model, asked)
+        try:
+            with pytest.raises(hf.errors.CheckpointError, match=said):
+                hf.load(path, parts=[actor])
+        finally:
+            actor.close()
+
+
 def test_a_failed_call_is_not_saved(group, tmp_path):
     rows = make_rows(8).with_columns(advantages=make_rows(8)["advantages"].map(lambda values: values * float("nan")))
     for _ in range(8):  # more than max_skipped

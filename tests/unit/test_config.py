@@ -47,6 +47,8 @@ def test_a_wrong_name_gets_the_nearest_setting():
         (lambda: Sampling(max_tokens=0), "max_tokens=0"),
         (lambda: Sampling(max_tokens=2.5), "max_tokens=2.5"),
         (lambda: Sampling(n=0), "n=0"),
+        (lambda: Sampling(stop_token_ids=("<|im_end|>",)), "texts go into stop="),
+        (lambda: Sampling(stop=("",)), "not empty"),
         (lambda: Sampling(top_p=0), "top_p=0"),
         (lambda: Sampling(top_p=1.5), "top_p=1.5"),
         (lambda: Sampling(top_k=-1), "top_k=-1"),

@@ -50,9 +50,10 @@ class SavedGroup:
     """The state of a worker group: `kinds` of tensors ("main", "exp_avg", ...; "weights" without training) in boxes of
     `tensors`, in the safetensors files `ranks` of its ranks.
 
-    `counters` are those of the optimizer, `dtypes` the dtypes of the parameters as safetensors spells them (the key ""
-    is the default), `beside` the files that an export puts beside the weights. `follows`: a group whose weights are to
-    be synchronized from this group instead. `values` is what a class with `state()` returned on each rank.
+    `use` are the settings by which the model computes from its tensors, `counters` are those of the optimizer, `dtypes`
+    the dtypes of the parameters as safetensors spells them (the key "" is the default), `beside` the files that an
+    export puts beside the weights. `follows`: a group whose weights are to be synchronized from this group instead.
+    `values` is what a class with `state()` returned on each rank.
     """
 
     worker: str
@@ -64,6 +65,7 @@ class SavedGroup:
     beside: tuple[str, ...] = ()
     follows: str | None = None
     values: tuple[Any, ...] | None = None
+    use: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def _group(one: Mapping[str, Any]) -> SavedGroup:
         beside=_tuple(one["beside"]),
         follows=_as(one["follows"], str, type(None)),
         values=None if one["values"] is None else tuple(_as(one["values"], list)),
+        use=_as(one.get("use", {}), dict),  # checkpoints of before have none
     )
 
 

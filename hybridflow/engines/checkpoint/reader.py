@@ -6,13 +6,16 @@ Importing and validating need no torch, so the driver can check a checkpoint bef
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from hybridflow.engine3d.layout import Layout, Region
@@ -22,9 +25,14 @@ from hybridflow.models.hf_spec import Decoder
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = frozenset({"score.weight"})  # may be absent: a value head can start from a language model
 _OUTPUTS = HEADS | {"lm_head.weight"}  # outside of the base model
+_SAMPLED = 256  # elements of each tensor in a fingerprint
+_OUTPUT_LAYERS = ("lm_head", "embed_out", "output", "cls.predictions.decoder")
+_BUFFERS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""Of older checkpoints, which transformers makes itself."""
 READ_ELEMENTS = 1 << 24  # elements read at a time, which bounds the memory beside the storage
 READABLE = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
 """Dtypes as safetensors spells them."""
@@ -82,12 +90,17 @@ class Checkpoint:
 
     def _sharded(self, index: Path) -> dict[str, Entry]:
         try:
-            where = json.loads(index.read_text())["weight_map"]
-            files = sorted(set(where.values()))
+            where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            if not all(isinstance(file, str) for file in where.values()):
+                raise TypeError("its files are not names")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not a safetensors index with a 'weight_map': {error!r}.") from None
+        files = sorted(set(where.values()))
         if outside := [file for file in files if Path(file).name != file or file == ".."]:
-            raise CheckpointError(f"{index} names {outside[0]!r}: the files of a checkpoint are in its own directory.")
+            raise CheckpointError(
+                f"{index} names {outside[0]!r}: an index may name files of its own directory only. Download or copy "
+                f"the checkpoint again."
+            )
         if absent := [file for file in files if not (self.directory / file).exists()]:
             raise CheckpointError(
                 f"{index} names {len(files)} files, of which {len(absent)} do not exist: {', '.join(absent[:5])}. "
@@ -143,6 +156,41 @@ class Checkpoint:
                     f"{entry.file} has {name} of shape {entry.shape}, the model asks for {asked}. "
                     f"Is {self.directory / 'config.json'} that of another model?"
                 )
+        self._check_surplus(spec)
+
+    def _check_surplus(self, spec: Decoder) -> None:
+        """Tensors that a model of this spec has no use for: named once in a warning.
+
+        Errors: CheckpointError for an output layer of tied embeddings that is another matrix.
+        """
+        asked = spec.tensors()
+        used = {entry.name for name in asked if (entry := self.find(name)) is not None}
+        surplus = sorted(self.entries.keys() - used)
+        if spec.tied and spec.head == "lm":
+            embedding = next(name for name, shape in asked.items() if shape == (spec.vocab, spec.hidden))
+            for name in [name for name in surplus if name.rpartition(".")[0] in _OUTPUT_LAYERS]:
+                if not _equal(self.entries[name], self.find(embedding)):
+                    raise CheckpointError(
+                        f"{self.directory}/config.json ties the output layer to the embeddings, and {name} in "
+                        f"{self.entries[name].file.name} is another matrix than {embedding}. Set "
+                        f"tie_word_embeddings to false there to use it, or delete the tensor."
+                    )
+                surplus.remove(name)
+        elif spec.head == "value":
+            surplus = [name for name in surplus if name.rpartition(".")[0] not in _OUTPUT_LAYERS]
+        if surplus := tuple(name for name in surplus if not name.endswith(_BUFFERS)):
+            _warn_of_surplus(self.directory, spec.family, surplus)
+
+    def fingerprint(self) -> str:
+        """A hash of names, shapes and the first elements of all tensors: equal for copies in other files."""
+        digest = xxhash.xxh3_128()
+        for name, entry in sorted(self.tensors.items()):
+            digest.update(f"{name} {entry.shape} ".encode())
+            if entry.shape and math.prod(entry.shape):
+                with entry.opened() as file:
+                    first = (*[slice(0, 1)] * (len(entry.shape) - 1), slice(0, _SAMPLED))
+                    digest.update(file.get_slice(entry.name)[first].float().numpy().tobytes())
+        return digest.hexdigest()
 
     def read_into(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
         """Fill this rank's regions, reading only their boxes, converted to the storage's dtype.
@@ -167,6 +215,29 @@ class Checkpoint:
         for name, entry in found.items():
             if entry is not None:
                 read_boxes(entry, wanted[name], storage)
+
+
+@lru_cache(maxsize=64)
+def _warn_of_surplus(directory: Path, family: str, names: tuple[str, ...]) -> None:
+    logger.warning(
+        "%s has %d tensors that a %s model of its config.json has no use for: %s%s. They are not loaded, nor saved.",
+        directory,
+        len(names),
+        family,
+        ", ".join(names[:5]),
+        ", ..." if len(names) > 5 else "",
+    )
+
+
+def _equal(one: Entry, other: Entry | None) -> bool:
+    """Whether two matrices of the files have the same elements; part by part."""
+    if other is None or one.shape != other.shape:
+        return False
+    step = max(1, READ_ELEMENTS // max(1, one.shape[-1]))
+    with one.opened() as own, other.opened() as theirs:
+        left, right = own.get_slice(one.name), theirs.get_slice(other.name)
+        ranges = [slice(row, row + step) for row in range(0, one.shape[0], step)]
+        return all(bool((left[rows] == right[rows]).all()) for rows in ranges)
 
 
 def read_boxes(entry: Entry, regions: Iterable[Region], storage: Mapping[str, Tensor]) -> None:

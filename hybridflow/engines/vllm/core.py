@@ -21,6 +21,7 @@ from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten
 from hybridflow.engines.vllm.requirements import architecture, max_length, memory_error, resolved_dtype, runs_eagerly
+from hybridflow.engines.vllm.resolved import check_resolved
 from hybridflow.errors import PlacementError
 from hybridflow.models.hf_spec import Decoder
 
@@ -70,6 +71,7 @@ def start_core(
                     raise
                 raise found from error
         runner = model_runner(core)
+        check_resolved(config, runner.model, spec)
         runner.sampler = PolicySampler(runner)
         if eager:
             lighten(runner.model)

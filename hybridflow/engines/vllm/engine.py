@@ -291,6 +291,10 @@ class VLLMEngine:
             if prompt is checked:  # of another response
                 continue
             checked, needed = prompt, sampling.longest if sampling.ignore_eos else 1
+            if max(sampling.stop_token_ids, default=0) >= self.spec.vocab:
+                raise ConfigError(
+                    f"Sampling(stop_token_ids={sampling.stop_token_ids}): the vocabulary is 0..{self.spec.vocab - 1}."
+                )
             if not prompt:
                 raise PromptError(f"prompt {name} is empty. Give it at least one token.")
             if len(prompt) + needed > self.max_length:

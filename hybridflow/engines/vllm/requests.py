@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybridflow.config import Sampling
-from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.errors import ConfigError
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class RequestMaker:
-    """Makes the requests of rows for a model with the stop tokens and the tokenizer of `checkpoint`."""
+    """Makes the requests of rows for a model with the end tokens and the tokenizer of `checkpoint`."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
-        self.stop_ids = stop_token_ids(checkpoint)
+        self.stop_ids = end_token_ids(checkpoint)
         self._parameters = lru_cache(maxsize=4096)(self._new_parameters)
 
     def check(self, row: Row) -> None:
@@ -52,7 +51,7 @@ class RequestMaker:
         if not row.sampling.stop:
             return None
         asked = _request(row.name, row.prompt_ids, self._parameters(row.sampling, row.sampling.longest), None)
-        watch = IncrementalDetokenizer.from_new_request(_tokenizer(self._checkpoint), asked)
+        watch = IncrementalDetokenizer.from_new_request(load_tokenizer(self._checkpoint).raw, asked)
         watch.update(row.token_ids, False)
         return watch
 
@@ -70,22 +69,13 @@ class RequestMaker:
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # a stop string may be one
             ignore_eos=sampling.ignore_eos,
-            stop_token_ids=[] if sampling.ignore_eos else list(self.stop_ids),
+            stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.stop_ids)],
             logprobs=0,
         )
         out.temperature = 0.0 if sampling.greedy else sampling.temperature  # vLLM's constructor refuses more than 2
         return out
-
-
-def stop_token_ids(checkpoint: Path) -> list[int]:
-    """End-of-sequence ids of `generation_config.json`, or of `config.json` where that says nothing. Ascending."""
-    for name in ("generation_config.json", "config.json"):
-        path = checkpoint / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return sorted({found} if isinstance(found, int) else set(found))
-    return []
 
 
 def _request(
@@ -105,8 +95,3 @@ def _request(
         data_parallel_rank=None,
         resumable=resumable,
     )
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(checkpoint: Path) -> Any:
-    return load_tokenizer(checkpoint).raw

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hybridflow.config import VLLM, DType
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
+from hybridflow.models.families import unread_rope_keys, vllm_only_keys
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.spec import ModelSpec, read_config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,10 +50,20 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     if spec.head != "lm":
         raise ModelError(f"vLLM generates text; this model has a {spec.head!r} head and no output embedding.")
     _ = architecture(spec)
+    if device_type == "cpu" and _has_latent_attention(spec):
+        raise ModelError(
+            f"vLLM on CPU computes the latent attention of {spec.family} wrongly (it rotates queries otherwise than "
+            f"training does). Use CUDA, or a model without kv_lora_rank."
+        )
     if device_type == "cpu" and head_dim(spec) not in CPU_HEAD_DIMS:
         raise ModelError(
             f"vLLM on CPU runs heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions, this model has "
             f"head_dim={head_dim(spec)}. Use a model with another head_dim, or CUDA."
+        )
+    if spec.family == "qwen2" and isinstance(spec, ModelSpec) and spec.head_dim * spec.heads != spec.hidden:
+        raise ModelError(
+            f"vLLM computes qwen2 with heads of hidden_size / heads = {spec.hidden // spec.heads} dimensions, this "
+            f"model has head_dim={spec.head_dim}. Train it without generation, or use a qwen3 model."
         )
     asked = f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})"
     if isinstance(spec, ModelSpec):
@@ -69,6 +82,29 @@ def prompt_limit(spec: Decoder, strategy: VLLM) -> int:
     """The longest prompt that leaves room for a response."""
     sampling = strategy.sampling
     return max_length(spec, strategy) - (sampling.longest if sampling.ignore_eos else 1)
+
+
+def _has_latent_attention(spec: Decoder) -> bool:
+    """vLLM computes minicpm3, whose config has the same keys, with plain attention."""
+    return bool(not isinstance(spec, ModelSpec) and spec.config.get("kv_lora_rank") and spec.family != "minicpm3")
+
+
+def check_config(checkpoint: str | Path) -> None:
+    """Errors: ModelError for keys of a `config.json` that vLLM follows and the model that trains does not."""
+    config = read_config(checkpoint)
+    known = type(made := hf_config(config))
+    if unread := unread_rope_keys(made):
+        raise ModelError(
+            f"{checkpoint}/config.json has the rope parameters {', '.join(unread)}, which transformers does not read "
+            f"in a {made.model_type} model: vLLM may rotate otherwise than the model that trains. Delete them."
+        )
+    if found := vllm_only_keys(config, known):
+        raise ModelError(
+            f"{checkpoint}/config.json has {', '.join(f'{key}={value!r:.40}' for key, value in found.items())}, which "
+            f"vLLM follows and transformers' {known.__name__} does not know: responses would come from another model "
+            f"than the one that trains. Delete {'the key' if len(found) == 1 else 'the keys'}, if the model was made "
+            f"without."
+        )
 
 
 def check_response(spec: Decoder, strategy: VLLM, max_tokens: int | None) -> None:

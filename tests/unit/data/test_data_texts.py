@@ -18,8 +18,8 @@ from tokenizers import AddedToken, processors
 
 from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
-from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer
-from hybridflow.errors import ConfigError, PromptError
+from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, end_token_ids, load_tokenizer
+from hybridflow.errors import CheckpointError, ConfigError, PromptError
 from hybridflow.loader import text_batch
 from hybridflow.rewards.answer_extraction import own_words
 from recipes.small_model import SmallModel
@@ -312,3 +312,21 @@ def test_decoded_responses_keep_the_marks_of_thoughts():
     assert Tokenizer(tokenizer.raw).decode([row]) == [text]
     assert Tokenizer(tokenizer.raw).decode([row], special=True) == [f"{text}<|im_end|>"]
     assert own_words(text) == "17"
+
+
+def test_the_end_tokens_of_a_directory_are_those_of_tokenizer_and_both_configs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert end_token_ids(tmp_path) == (5, 6, 7)
+    SMALL.tokenizer().save_pretrained(tmp_path)
+    assert end_token_ids(tmp_path) == (END, 5, 6, 7)
+    batch = text_batch([("ab", "cd")], load_tokenizer(tmp_path))
+    assert batch["response_ids"].tolist() == [[*ids("cd"), END]]
+    raw = SMALL.tokenizer()
+    raw.eos_token = None
+    raw.save_pretrained(tmp_path)
+    assert end_token_ids(tmp_path) == (5, 6, 7)
+    assert load_tokenizer(tmp_path).end_id == 5
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(CheckpointError, match=r"generation_config.json has eos_token_id='</s>'"):
+        end_token_ids(tmp_path)

@@ -214,6 +214,18 @@ def test_an_index_must_fit_its_files(copy):
     refuses(directory, spec, INDEX, "not a safetensors index")
 
 
+@pytest.mark.parametrize(
+    "name", ["../llama-sharded/model-00001-of-00002.safetensors", "/etc/passwd", "a/b.safetensors", "..", "."]
+)
+def test_an_index_names_files_of_its_own_directory_only(copy, name):
+    path = copy("llama-sharded")
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="may name files of its own directory only"):
+        Checkpoint(path).check(spec_of(path))
+
+
 @pytest.mark.parametrize("kept", [0, 5, 200, -1, -100])
 def test_truncated_files_are_named_with_both_sizes(copy, kept):
     directory = copy("llama")
@@ -253,6 +265,23 @@ def test_tensors_that_are_missing_or_misshapen_are_named(copy):
     refuses(directory, spec, "lm_head.weight", "tie_word_embeddings")
     save_file(tensors | {name: torch.zeros(31)}, directory / SINGLE)
     refuses(directory, spec, name, "(31,)", "(32,)")
+
+
+def test_a_tied_head_that_is_another_matrix_is_refused_and_other_surplus_is_named(copy, caplog):
+    path = copy("llama-tied")
+    weights = load_file(path / SINGLE)
+    head, embedding = "lm_head.weight", weights["model.embed_tokens.weight"]
+    spec = spec_of(path)
+    save_file({**weights, head: embedding.clone()}, path / SINGLE)
+    Checkpoint(path).check(spec)
+    assert not caplog.messages
+    save_file({**weights, head: embedding + 1e-3}, path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight in model.safetensors is another matrix"):
+        Checkpoint(path).check(spec)
+    extra = {"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2), "model.layers.0.rotary_emb.inv_freq": torch.ones(2)}
+    save_file({**weights, **extra}, path / SINGLE)
+    Checkpoint(path).check(spec)
+    assert ["1 tensors that a llama model" in said and "model.layers.7" in said for said in caplog.messages] == [True]
 
 
 def test_checking_needs_no_torch(models):
@@ -437,13 +466,3 @@ def test_saved_files_are_as_readable_as_their_config(models, tmp_path):
     save_checkpoint(tmp_path / "saved", whole(spec), loaded(spec, source), like=source)
     modes = {stat.S_IMODE((tmp_path / "saved" / name).stat().st_mode) for name in (SINGLE, "config.json")}
     assert len(modes) == 1
-
-
-@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
-def test_an_index_names_no_file_outside_of_its_directory(tmp_path, name):
-    (tmp_path / "other.safetensors").write_bytes(b"")
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(CheckpointError, match="are in its own directory"):
-        _ = Checkpoint(directory).entries

@@ -126,6 +126,28 @@ def test_sliding_window(settings, window):
     assert ModelSpec.from_hf_config(hf_config(settings)).sliding_window == window
 
 
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers():
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    both = small("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rope_scaling=scaling)
+    spec = ModelSpec.from_hf_config(both)
+    assert dict(spec.rope_scaling) == {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+        "original_max_position_embeddings": float(spec.context)
+    }
+    assert spec == ModelSpec.from_hf_config(hf_config(both))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama", {"sliding_window": 8, "use_sliding_window": True}),
+        ("llama", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}),
+        ("mistral", {"sliding_window": 8, "use_sliding_window": False}),
+    ],
+)
+def test_windows_are_those_of_the_keys_that_transformers_reads(family, keys):
+    assert ModelSpec.from_hf_config(small(family, **keys)).sliding_window == (8 if family == "mistral" else None)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -138,6 +160,11 @@ def test_sliding_window(settings, window):
         (small("qwen3", attention_bias=True), "attention_bias=True is not supported for qwen3"),
         (small("llama", rope_scaling={"type": "yarn", "factor": 2}), "'yarn'"),
         (small("llama", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (small("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (small("llama", rope_parameters={"full_attention": {"rope_theta": 5e5}}), "full_attention are not read"),
+        (small("llama", rope_parameters={"mrope_section": [1, 2]}), "mrope_section are not read"),
+        (small("llama", rope_scaling={"rope_type": "llama3", "factor": 2}), "needs high_freq_factor, low_freq_factor"),
+        (small("llama", rope_scaling={"rope_type": "default", "type": "linear"}), "type='linear'"),
         (small("llama", num_attention_heads=3, num_key_value_heads=3), "hidden_size=64 does not divide by 3 heads"),
         (small("llama", num_key_value_heads=3), "4 heads cannot share 3 kv-heads"),
         (small("llama", vocab_size=0), "vocab=0"),
