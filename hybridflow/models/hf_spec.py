@@ -201,6 +201,8 @@ def make_model(
     from transformers import AutoModelForCausalLM
 
     made = hf_config(config)
+    if getattr(made, "rescale_every", 0):  # rwkv would divide its own weights whenever it infers after training
+        made.rescale_every = 0
     ways = {"attn_implementation": attention, "experts_implementation": experts}
     try:
         return AutoModelForCausalLM.from_config(made, dtype=dtype, trust_remote_code=False, **ways)

@@ -43,16 +43,16 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(name: str) -> PreTrainedConfig:
-    sizes = _SIZES if name in ("gpt2", "bloom") else _NEW
-    return AutoConfig.for_model(**(sizes | (FAMILIES | OTHERS)[name]))
+def config(name: str, **sizes: int) -> PreTrainedConfig:
+    given = _SIZES if name in ("gpt2", "bloom") else _NEW
+    return AutoConfig.for_model(**(given | (FAMILIES | OTHERS)[name] | sizes))
 
 
-def make(name: str, head: str, path: Path) -> Path:
+def make(name: str, head: str, path: Path, **sizes: int) -> Path:
     """A random model as a Hugging Face directory; norms and biases are not the trivial ones."""
     torch.manual_seed(len(name))
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-    model = auto.from_config(config(name), dtype=torch.float32)
+    model = auto.from_config(config(name, **sizes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.1))
@@ -134,9 +134,11 @@ def norms_of_one(world: World, name: str, strategy: Any, path: Path) -> list[flo
     return found
 
 
-def loaded(world: World, name: str, strategy: Any, path: Path) -> list:
+def loaded(world: World, name: str, strategy: Any, path: Path, infers: bool = False) -> list:
     """What this rank has read."""
     engine = build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm", strategy))
+    if infers:
+        engine.forward(make_batch(seed=0), ("log_probs",))
     return boxes(engine, engine.storage())
 
 

@@ -117,6 +117,14 @@ def test_ranks_may_have_gradients_of_other_parameters(processes, tmp_path):
             assert found == pytest.approx(want, rel=near)
 
 
+def test_a_model_that_infers_keeps_its_weights(processes, tmp_path):
+    """rwkv divides those of layers from the seventh on by powers of two."""
+    path = make("rwkv", "lm", tmp_path / "rwkv", num_hidden_layers=8)
+    spec = read_spec(path, "lm", FSDP())
+    found = processes.run(2, tasks.loaded, processes.name(), FSDP(), path, True)
+    assert relative(whole(found, spec.tensors()), tasks.tensors(path, spec.tensors())) == 0
+
+
 def test_experts_are_cut_as_everything_else(processes, directories):
     spec = read_spec(directories["mixtral", "lm"], "lm", FSDP())
     name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"

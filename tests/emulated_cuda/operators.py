@@ -208,15 +208,17 @@ def computed(operator: Any, compute: Callable, given: list[Any], named: dict[str
 
 
 def widened(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """In float32, where the CPU has no kernel for 16 bits."""
-    small = (torch.float16, torch.bfloat16)
-    dtype = next(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype in small)
+    """In float32, where the CPU has no kernel for 16 bits; in float64, where it has none for whole numbers."""
+    dtypes = [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    small = {torch.float16, torch.bfloat16} & set(dtypes) or {torch.int32, torch.int64}
+    dtype = next(dtype for dtype in dtypes if dtype in small)
+    wider = torch.float32 if dtype.is_floating_point else torch.float64
 
     def wide(x: Any) -> Any:
-        return x.float() if isinstance(x, Tensor) and x.dtype in small else x
+        return x.to(wider) if isinstance(x, Tensor) and x.dtype in small else x
 
     def narrow(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype == wider else x
 
     out = operator(*map(wide, args), **{key: wide(x) for key, x in kwargs.items()})
     return type(out)(map(narrow, out)) if isinstance(out, (tuple, list)) else narrow(out)
