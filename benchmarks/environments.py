@@ -122,7 +122,18 @@ def main() -> None:
         )
     alone = ideal(seconds)
     rows = {"rows_per_s": options.sessions / found["seconds"], "ideal_rows_per_s": options.sessions / alone}
-    print(json.dumps({"sessions": options.sessions, "turns": options.turns, **rows, "ideal_seconds": alone, **found}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "environments",
+                "sessions": options.sessions,
+                "turns": options.turns,
+                **rows,
+                "ideal_seconds": alone,
+                **found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

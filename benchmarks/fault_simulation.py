@@ -189,7 +189,17 @@ def main() -> None:
         failures = FailureModel(devices=given.devices, device_hours=hours)
         runs = {name: simulate(failures, costs, given.days, given.seeds) for name, costs in COSTS.items()}
         found[source] = {"hours_between_failures": round(failures.seconds / 3600, 1), **runs}
-    print(json.dumps({"devices": given.devices, "days": given.days, "seeds": given.seeds, "rates": found}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "fault_simulation",
+                "devices": given.devices,
+                "days": given.days,
+                "seeds": given.seeds,
+                "rates": found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

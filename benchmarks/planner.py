@@ -98,7 +98,7 @@ def main() -> None:
     found = {"mapping": mapping(given.devices)} if given.devices else {}
     if given.budgets:
         found["search"] = search(given.budgets, given.seed)
-    print(json.dumps(found))
+    print(json.dumps({"benchmark": "planner", **found}))
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def findings() -> dict[str, Any]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(json.dumps(findings()))
+    print(json.dumps({"benchmark": "planner_findings", **findings()}))
 
 
 if __name__ == "__main__":

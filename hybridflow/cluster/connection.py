@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -75,8 +76,8 @@ def connect(session: str, address: str | None, devices: int | None) -> str:
 
 
 def _join(address: str) -> None:
-    """Connect to an existing cluster, `host:port` or "auto". Errors: ConfigError when none answers there, within twice
-    `_ANSWER_SECONDS`: Ray itself would try for minutes."""
+    """Connect to an existing cluster, `host:port` or "auto". Errors: ConfigError when no head answers there, within
+    twice `_ANSWER_SECONDS`: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     good = host and "://" not in host and port.isdecimal() and 0 < int(port) < 1 << 16
     if not good and address != "auto":
@@ -100,11 +101,12 @@ def _join(address: str) -> None:
 def _check_grpc(host: str, port: int) -> None:
     """A Ray head speaks gRPC, which is HTTP/2: its first frame has settings. Errors: OSError when nothing or something
     else answers there."""
+    end = time.monotonic() + _ANSWER_SECONDS
     with socket.create_connection((host, port), timeout=_ANSWER_SECONDS) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
-        end, frame = time.monotonic() + _ANSWER_SECONDS, b""
+        frame = b""
         while len(frame) < len(_SETTINGS):
             connection.settimeout(max(0.01, end - time.monotonic()))
             if not (part := connection.recv(len(_SETTINGS) - len(frame))):
@@ -115,19 +117,41 @@ def _check_grpc(host: str, port: int) -> None:
 
 
 def _show_token(address: str, host: str) -> None:
-    """Ray sends the user's token, which `ray start` may require, only to clusters found without an address."""
+    """Ray sends the user's token, which `ray start` may require, only to clusters found without an address.
+
+    Errors: ConfigError for a wrong token; OSError, as `_ask_head`."""
     try:
-        GcsClient(address=address)
+        _ask_head(address)
     except ray.exceptions.AuthenticationError:
         here = host in ("localhost", "127.0.0.1", ray.util.get_node_ip_address())
         if here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
             with contextlib.suppress(ray.exceptions.AuthenticationError):
-                GcsClient(address=address)
+                _ask_head(address)
                 return
         raise ConfigError(
             f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
             f"~/.ray/auth_token to the cluster's."
         ) from None
+
+
+def _ask_head(address: str) -> None:
+    """Ask a head for its cluster's id. Errors: AuthenticationError; OSError when another gRPC service answers, such as
+    a raylet, or none in time: Ray's client has a longer limit, and none in its interface."""
+    answer = Future[GcsClient]()
+
+    def ask() -> None:
+        try:
+            answer.set_result(GcsClient(address=address))
+        except ray.exceptions.RayError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="ray head", daemon=True).start()
+    try:
+        answer.result(_ANSWER_SECONDS)
+    except TimeoutError:
+        raise OSError(f"it has not said which cluster it is in {_ANSWER_SECONDS:g} s") from None
+    except ray.exceptions.RpcError as error:
+        raise OSError(f"another gRPC service, which knows no cluster: {error}") from None
 
 
 def _private_token() -> None:

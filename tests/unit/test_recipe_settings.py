@@ -404,6 +404,12 @@ def test_tensor_parallelism_that_is_not_given_follows_the_devices(devices, tp):
     assert settings.read(ppo.DEFAULTS, [f"devices={devices}", "actor.train.tp=1"]).actor.train.tp == 1
 
 
+@pytest.mark.parametrize("devices", ["2", "two", "[two]", "[2.5]", "[true]", "[[2]]"])
+def test_devices_that_are_no_list_of_numbers_are_refused_with_the_cure(devices):
+    with pytest.raises(ConfigError, match=r"devices=.*: give .* each node as a list, such as devices=\[2\]"):
+        settings.read(ppo.DEFAULTS, [f"devices={devices}"])
+
+
 def test_the_accuracy_of_dapo_is_that_of_the_task():
     """Not of the rewards that its length penalty has shaped; a row that it leaves out does not count."""
 

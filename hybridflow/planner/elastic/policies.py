@@ -168,12 +168,12 @@ def grow_actor(state: State) -> list[Action]:
 
 def lend(state: State) -> list[Action]:
     """verl's: the actor's devices generate until the first mini-batch is ready, if the predicted saving exceeds the
-    mean of the last three switches."""
+    mean of the last three switches; before any, what one is predicted to take."""
     if state.done == state.minibatches:
         return [Finalize()]
     if state.event == "start":
         actions, latest = lend_actor(state), state.switches[-3:]
-        cost = sum(latest) / len(latest) if latest else 0.0
+        cost = sum(latest) / len(latest) if latest else state.speeds.join
         return actions if actions and lending_saves(state) > cost else []
     if state.actor.instances or not (state.ready >= state.minibatch_groups or not state.running_rows):
         return []

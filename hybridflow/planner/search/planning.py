@@ -92,10 +92,12 @@ def _search(
         mapped = similarity_map(problem, deadline)
         return None if mapped is None else (mapped, "similarity search")
     of_calls = search != "auto_mapping" and (search != "auto" or per_call)
+    shared = _sharing(problem, deadline.part(1 / 8)) if search == "auto" and problem.updates else None
     mapping = AutoMapping(problem, deadline.part(7 / 8) if of_calls else deadline)
     first = mapping.first
     mapped = [] if first is None else [overlap_map(problem, mapping, first), mapping.best]
     plans = [(one.plan, "one layout for each group") for one in mapped if one is not None]
+    plans += [] if shared is None else [(shared, "updates in each other's bubbles")]
     if of_calls or not plans:
         plans += _search_calls(problem, search, [plan for plan, _ in plans], deadline, seed)
 
@@ -103,6 +105,12 @@ def _search(
         return float(f"{problem.weighted(problem.timeline(one[0]).per_iteration, one[0]):.6g}")
 
     return min(plans, key=rounded, default=None)
+
+
+def _sharing(problem: Problem, deadline: Deadline) -> ExecutionPlan | None:
+    """A plan in which updates may share pipeline stages; None where groups cannot all be on all devices."""
+    with suppress(PlacementError):
+        return similarity_map(problem, deadline)
 
 
 def _search_calls(

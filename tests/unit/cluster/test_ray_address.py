@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
@@ -65,3 +67,26 @@ def test_another_service_is_refused_within_the_deadline(says, closes, monkeypatc
 def test_what_speaks_grpc_is_asked_further():
     with service(b"\0\0\6\4\0\0\0\0\0" + b"\0\3\x7f\xff\xff\xff") as port:
         connection._check_grpc("127.0.0.1", port)
+
+
+def test_a_silent_grpc_service_is_refused_within_the_deadline(monkeypatch):
+    monkeypatch.setattr(connection, "_ANSWER_SECONDS", 0.2)
+    begun = time.monotonic()
+    with (
+        service(b"\0\0\6\4\0\0\0\0\0" + b"\0\3\x7f\xff\xff\xff") as port,
+        pytest.raises(ConfigError, match="has not said which cluster it is in"),
+    ):
+        connection.connect("session", f"127.0.0.1:{port}", None)
+    assert time.monotonic() - begun < 20  # Ray's own limit is 30 s
+
+
+def test_another_grpc_service_is_refused():
+    grpc = pytest.importorskip("grpc")  # not among Ray's own requirements
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with pytest.raises(ConfigError, match="another gRPC service"):
+            connection.connect("session", f"127.0.0.1:{port}", None)
+    finally:
+        server.stop(None)

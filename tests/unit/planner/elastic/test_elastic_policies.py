@@ -118,6 +118,7 @@ def test_lend_switches_if_it_saves_more_than_switches_took():
     seen = start(lengths=[100, 200])
     assert lend(seen) == [Release("actor", 2), Allocate("rollout", 1)]
     assert lend(replace(seen, switches=(0.0, 900.0, 900.0, 900.0))) == []
+    assert lend(replace(seen, speeds=replace(seen.speeds, join=900.0))) == []  # none has been measured yet
     waits = at("rows", {0: [1], 1: [2], 2: [1, 1], 3: [1, 1, 1]}, rollout=4, actor=0)
     assert lend(waits) == []
     ready = at("rows", {0: [1], 1: [2], 2: [1], 3: [1]}, rollout=4, actor=0)
