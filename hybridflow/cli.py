@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in rest if name.startswith("-")]:
         parser.error(f"unknown option {unknown[0]}; options of the driver itself go behind --")
     try:
-        given.run(given, [*rest, *words[end + 1 :]])
+        return given.run(given, [*rest, *words[end + 1 :]]) or 0
     except (HybridFlowError, OSError) as error:
         if given.run is _run:  # a driver's, which has said what a user can do about it
             raise
@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hybridflow: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,19 +146,26 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check that this machine can run hybridflow, and say what to do where it cannot",
-        description="Checks versions, devices, memory, /dev/shm and RAY_ADDRESS, and trains a tiny model.",
+        description="Checks versions, devices, memory, /dev/shm and RAY_ADDRESS, and trains a tiny model. With "
+        "MODEL_DIR it says instead what was understood of a model's directory, and what would be refused.",
     )
+    doctor.add_argument("model", nargs="?", metavar="MODEL_DIR", help="a Hugging Face directory")
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--no-run", action="store_true", help="leave out the tiny model, which takes most of the time")
 
 
-def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> None:
+def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> int:
     from hybridflow.doctor import report
 
     if rest:
-        raise ConfigError(f"doctor takes no arguments, got {rest[0]!r}.")
+        raise ConfigError(f"doctor takes one directory, got {rest[0]!r}.")
+    if given.model is not None:
+        from hybridflow.model_report import report_model
+
+        return min(1, report_model(Path(given.model), lambda line: print(line, flush=True)))
     if wrong := report(lambda line: print(line, flush=True), run=not given.no_run):
         raise ConfigError(f"{wrong} of the checks failed: the lines above say what to do.")
+    return 0
 
 
 def _add_timeline(commands: Any) -> None:

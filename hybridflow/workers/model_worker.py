@@ -42,7 +42,7 @@ from hybridflow.workers.worker import Worker
 logger = logging.getLogger(__name__)
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
 """All ranks compute together; rank 0 returns the result."""
-_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
+_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.tiktoken", "vocab*")
 _CHECKPOINTS = ("model", "tokenizer", "teacher")  # settings that name a directory or hub model
 
 

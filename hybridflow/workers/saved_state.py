@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
-from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, check_content
+from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, beside_name, check_content
 from hybridflow.engines.checkpoint.rank_state import (
     Kinds,
     RankFile,
@@ -62,7 +62,8 @@ class SavedState:
             self._writer = StateWriter(rank, self.context.device)
         with self.resident() if self.has_tensors else nullcontext():
             kinds, counters = self._kinds(settings) if self.has_tensors else ({}, None)
-            extra = {root / folder / name: content for name, content in self.beside().items()} if not rank else {}
+            beside = {f"{folder}/{beside_name(name)}": content for name, content in self.beside().items()}
+            extra = {root / name: content for name, content in beside.items()} if not rank else {}
             file = RankFile(root / rank_file(folder, rank), report_file(root, folder, rank), id, extra)
             self._writer.save(file, kinds, self._parameter_dtypes() if kinds else {})
         layout = next((layout for layout, _ in kinds.values()), None)
@@ -71,7 +72,7 @@ class SavedState:
             kinds=tuple(kinds),
             tensors={} if layout is None or rank else {name: tuple(shape) for name, shape in layout.tensors.items()},
             counters=counters,
-            beside=tuple(f"{folder}/{name}" for name in self.beside()) if kinds else (),
+            beside=tuple(beside) if kinds else (),
             values=(self.state(),) if has_state(self) else None,
             use=self.use(),
         )

@@ -57,7 +57,7 @@ LAYERS = (
     ("checkpoints",),
     ("tracing",),
     ("replay",),
-    ("profiling", "self_test", "doctor", "launch"),
+    ("profiling", "self_test", "doctor", "model_report", "launch"),
     ("cli",),
     ("__main__",),
 )

@@ -16,12 +16,13 @@ from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
     SavedGroup,
+    beside_path,
     check_content,
     saved_steps,
     step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import SavedTensors, torch_dtype
-from hybridflow.engines.checkpoint.writer import Turn, file_contents, save_files, write_beside, writing
+from hybridflow.engines.checkpoint.writer import Turn, file_contents, save_files, write_beside, write_files
 from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
 from hybridflow.errors import CheckpointError, ConfigError, nearest
 
@@ -92,7 +93,7 @@ def _group(path: Path, manifest: CheckpointManifest, group: str) -> SavedGroup:
 def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTensors) -> None:
     shapes = dict(saved.tensors)
     dtypes = {name: torch_dtype(saved.dtypes.get(name, saved.dtypes.get("", "F32"))) for name in shapes}
-    beside = {Path(name).name: (checkpoint / name).read_bytes() for name in saved.beside}
+    beside = {beside_path(name): (checkpoint / name).read_bytes() for name in saved.beside}
     prefix = PREFIX if CONFIG in beside else ""
     named = {prefix + name: name for name in shapes}
     nbytes = {new: math.prod(shapes[name]) * dtypes[name].itemsize for new, name in named.items()}
@@ -103,9 +104,7 @@ def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTens
         if not prefix:
             write_beside(directory, beside, files, nbytes, {new: dtypes[name] for new, name in named.items()})
             return
-        for name, content in beside.items():
-            with writing(directory / name):
-                (directory / name).write_bytes(content)
+        write_files(directory, beside)
 
     def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
         regions = [

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import xxhash
 
@@ -33,8 +34,21 @@ MANIFEST, FORMAT = "manifest.json", 1
 CHUNK_BYTES = 16 << 20  # written or read at a time
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 ALIGNED = 4096  # memory and lengths of direct writes
-_FILE = re.compile(r"(?:[A-Za-z0-9_-][\w.-]*/)?[A-Za-z0-9_-][\w.-]*", re.ASCII)
+_FILE = re.compile(r"(?:[A-Za-z0-9_-][\w.-]*/)?[A-Za-z0-9_%-][\w.%-]*", re.ASCII)
 _MOST_MANIFEST_BYTES = 1 << 30
+
+
+def beside_name(path: str) -> str:
+    """The name in a checkpoint, without directories, of the file `path` beside an export's weights."""
+    return quote(path, safe="").replace("~", "%7E")
+
+
+def beside_path(name: str) -> str:
+    """What `beside_name` was given. Errors: CheckpointError for a path that leaves the directory."""
+    path = unquote(Path(name).name)
+    if "\0" in path or not all(part.strip() and not part.startswith(".") for part in path.split("/")):
+        raise CheckpointError(f"{name!r} is no file beside weights: {path!r} is hidden, or outside the directory.")
+    return path
 
 
 @dataclass(frozen=True)

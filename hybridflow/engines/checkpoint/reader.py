@@ -158,14 +158,17 @@ class Checkpoint:
                 )
         self._check_surplus(spec)
 
+    def surplus(self, spec: Decoder) -> list[str]:
+        """Tensors of the files that no tensor of `spec` is read from."""
+        used = {entry.name for name in spec.tensors() if (entry := self.find(name)) is not None}
+        return sorted(self.entries.keys() - used)
+
     def _check_surplus(self, spec: Decoder) -> None:
         """Tensors that a model of this spec has no use for: named once in a warning.
 
         Errors: CheckpointError for an output layer of tied embeddings that is another matrix.
         """
-        asked = spec.tensors()
-        used = {entry.name for name in asked if (entry := self.find(name)) is not None}
-        surplus = sorted(self.entries.keys() - used)
+        asked, surplus = spec.tensors(), self.surplus(spec)
         if spec.tied and spec.head == "lm":
             embedding = next(name for name, shape in asked.items() if shape == (spec.vocab, spec.hidden))
             for name in [name for name in surplus if name.rpartition(".")[0] in _OUTPUT_LAYERS]:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -37,10 +37,18 @@ Turn = Sequence[tuple[str, Sequence[str]]]
 """Files that are written at the same time, one by each rank, with their tensors."""
 MAX_FILE_BYTES = 4 << 30
 MIN_FILE_BYTES = 256 << 20  # smaller files are not worth another writer
-_BESIDE_WEIGHTS = (
+_WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf"),
+    *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.npz", "*.distcp"),
+)
+"""Names of weights, of whatever format: a save writes them anew, or would leave them stale."""
+_MODEL_FILES = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab*", "merges.txt", "spiece.model", "*.tiktoken", "chat_template*", "*.jinja"),
+    *("adapter_config.json", "*.safetensors", INDEX),
 )
+"""Of any model's directory, which a save may replace; other files only if it writes them again."""
+_MOST_BESIDE = 256 << 20  # bytes of a file: larger ones are no part of a tokenizer
 
 
 def save_checkpoint(
@@ -78,14 +86,46 @@ def save_checkpoint(
 
 
 def read_beside(directory: str | os.PathLike[str]) -> dict[str, bytes]:
-    """By name the files of a Hugging Face directory that go with any weights of the model: config, tokenizer, template.
+    """By relative path the files of a Hugging Face directory that go with any weights of the model: all but weights,
+    hidden files, and directories inside that are models themselves.
 
-    Errors: CheckpointError without a config.
+    Errors: CheckpointError without a config, and for a file that is too large to belong to a tokenizer.
     """
-    if not (Path(directory) / "config.json").is_file():
+    root = Path(directory)
+    if not (root / "config.json").is_file():
         raise CheckpointError(f"cannot save a checkpoint like {directory}: it has no config.json to copy.")
-    files = (file for pattern in _BESIDE_WEIGHTS for file in Path(directory).glob(pattern))
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
+    found: dict[str, bytes] = {}
+    for file in _beside(root):
+        if (size := file.stat().st_size) > _MOST_BESIDE:
+            raise CheckpointError(
+                f"{file} has {size:,} bytes: a save would copy it beside the weights. Move it out of the model's "
+                f"directory."
+            )
+        found[str(file.relative_to(root))] = file.read_bytes()
+    return found
+
+
+def _beside(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(".") or any(path.match(pattern) for pattern in _WEIGHTS):
+            continue
+        if path.is_file():
+            yield path
+        elif path.is_dir() and not path.is_symlink() and not _is_model(path):
+            yield from _beside(path)
+
+
+def _is_model(directory: Path) -> bool:
+    return any(path.match(pattern) for path in directory.iterdir() for pattern in ("config.json", *_WEIGHTS))
+
+
+def write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files by relative path. Errors: OSError naming the file."""
+    for name, content in contents.items():
+        file = directory / name
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
 
 
 def save_tensors(
@@ -134,7 +174,8 @@ def save_files(
         if rank == 0:
             save.begin()
             start(partial)
-            for file in partial.iterdir():
+            save.check_target()
+            for file in partial.rglob("*"):
                 _flush(file)
     writers = group.size() if group is not None else 1
     for first in range(0, len(files), writers):
@@ -227,9 +268,7 @@ def write_beside(
     if len(files) > 1:
         where = {name: file for file, names in files.items() for name in names}
         contents[INDEX] = _json({"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where})
-    for name, content in contents.items():
-        with writing(directory / name):
-            (directory / name).write_bytes(content)
+    write_files(directory, contents)
 
 
 def _json(value: dict) -> bytes:
@@ -287,12 +326,15 @@ class _Save:
         return f"{who} could not write {error.filename or self.partial}: {why}."
 
     def begin(self) -> None:
-        """Check the target, clean up after saves that were interrupted, and make the directory."""
+        """Clean up after saves that were interrupted, and make the directory."""
         self._restore()
-        _check_replaceable(self.target)
         if self.partial.exists():
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
+
+    def check_target(self) -> None:
+        """Errors: CheckpointError for a target with other files than those of a model, or of this save."""
+        _check_replaceable(self.target, {path.relative_to(self.partial) for path in self.partial.rglob("*")})
 
     def complete(self) -> None:
         _flush(self.partial)
@@ -334,18 +376,18 @@ class _Save:
         return True
 
 
-def _check_replaceable(target: Path) -> None:
-    """A checkpoint may replace a checkpoint, but never somebody's other files."""
+def _check_replaceable(target: Path, again: Collection[Path]) -> None:
+    """A checkpoint may replace a checkpoint, but never somebody's other files than those that it writes `again`."""
     if not target.exists():
         return
     if target.is_mount():
         raise CheckpointError(f"{target} is a mount point, which cannot be replaced. Choose a directory in it.")
-    known = {
-        f.name
-        for pattern in (*_BESIDE_WEIGHTS, "adapter_config.json", "*.safetensors", INDEX)
-        for f in target.glob(pattern)
-    }
-    others = sorted({f.name for f in target.iterdir()} - known) if target.is_dir() else [target.name]
+    others = [target.name]
+    if target.is_dir():
+        again = {target / name for name in again} if (target / "config.json").is_file() else set()
+        known = again | {path for pattern in _MODEL_FILES for path in target.glob(pattern)}
+        inside = [path for one in (target, *again) if one.is_dir() for path in one.iterdir()]
+        others = sorted(str(path.relative_to(target)) for path in inside if path not in known)
     if others:
         raise CheckpointError(
             f"saving to {target} would replace it, and it holds more than a checkpoint: {', '.join(others[:5])}. "

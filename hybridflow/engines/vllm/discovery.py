@@ -290,12 +290,13 @@ class LayoutProbe:
             self.regions = tuple(read_regions(self.tensors, parameters, load, _vocabulary_rows(model), dtype))
             load(checked(self.tensors, dtype, device))
             self.failure = None
-        before = _other_tensors(model)
+        own = {name for name, _ in model.named_parameters()}  # those that are added meanwhile are derived
+        before = _other_tensors(model, own)
         process()
         if self.failure is None:
             with self._noting():
                 check_regions(self.tensors, flattened(model, flat_storages(self.regions)), self.regions)
-                _check_derived(model, before)
+                _check_derived(model, own, before)
         _unset(model)
 
     @contextmanager
@@ -343,17 +344,18 @@ def _vocabulary_rows(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _other_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors with two dimensions or more that modules keep beside their parameters."""
+def _other_tensors(model: nn.Module, own: Collection[str]) -> dict[str, Tensor]:
+    """Tensors with two dimensions or more that modules keep beside the parameters `own`."""
     found = dict(model.named_buffers())
+    found |= {name: parameter for name, parameter in model.named_parameters() if name not in own}
     for at, module in model.named_modules():
         found |= {f"{at}.{name}": value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return {name: tensor for name, tensor in found.items() if tensor.dim() > 1}
 
 
-def _check_derived(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+def _check_derived(model: nn.Module, own: Collection[str], before: Mapping[str, Tensor]) -> None:
     """Errors: UnreadableError for a tensor that vLLM has computed from the weights, which would not follow them."""
-    for name, tensor in _other_tensors(model).items():
+    for name, tensor in _other_tensors(model, own).items():
         if before.get(name) is not tensor:
             raise UnreadableError(name, "vLLM computes it from other weights when it loads them")
 

@@ -50,10 +50,18 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     if spec.head != "lm":
         raise ModelError(f"vLLM generates text; this model has a {spec.head!r} head and no output embedding.")
     _ = architecture(spec)
-    if device_type == "cpu" and _has_latent_attention(spec):
+    if _has_latent_attention(spec):
+        why = (
+            "vLLM on CPU computes the latent attention of {} wrongly (it rotates queries otherwise than training does)"
+            if device_type == "cpu"
+            else "vLLM derives matrices of the latent attention of {} from kv_b_proj when it loads, and they would not "
+            "follow training"
+        ).format(spec.family)
+        raise ModelError(f"{why}. Train it without generation, or use a model without kv_lora_rank.")
+    if spec.family in _WIDER and "sliding_attention" in _kinds(spec):
         raise ModelError(
-            f"vLLM on CPU computes the latent attention of {spec.family} wrongly (it rotates queries otherwise than "
-            f"training does). Use CUDA, or a model without kv_lora_rank."
+            f"vLLM computes {spec.family} with windows of sliding_window + 1 tokens, training with sliding_window. "
+            f"Train it without generation, or use a model without windows."
         )
     if device_type == "cpu" and head_dim(spec) not in CPU_HEAD_DIMS:
         raise ModelError(
@@ -87,6 +95,11 @@ def prompt_limit(spec: Decoder, strategy: VLLM) -> int:
 def _has_latent_attention(spec: Decoder) -> bool:
     """vLLM computes minicpm3, whose config has the same keys, with plain attention."""
     return bool(not isinstance(spec, ModelSpec) and spec.config.get("kv_lora_rank") and spec.family != "minicpm3")
+
+
+def _kinds(spec: Decoder) -> list[str]:
+    """Kind of attention by layer, of families whose config says so."""
+    return [] if isinstance(spec, ModelSpec) else getattr(hf_config(spec.config), "layer_types", None) or []
 
 
 def check_config(checkpoint: str | Path) -> None:
@@ -141,7 +154,7 @@ def memory_error(strategy: VLLM, length: int, free: int, total: int, said: str =
 
 def _check_probed(spec: TransformersSpec, p: int, t: int, asked: str) -> None:
     """Requirements of every vLLM model; building the engine finds the model's own."""
-    kinds: list[str] = getattr(hf_config(spec.config), "layer_types", None) or []
+    kinds = _kinds(spec)
     if spec.family in _UNIFORM and len(set(kinds)) > 1:
         raise ModelError(
             f"vLLM runs {spec.family} models whose layers all have the same attention window; of the {spec.layers} "
@@ -187,6 +200,7 @@ _FAMILIES = frozenset(_NAMES.split())
 """Models that vLLM 0.32 has a class of its own for; a test compares them with its table. Those that it runs on
 transformers' modules are not among them: it changes those classes for the whole process, in which they train."""
 _UNIFORM = ("qwen2", "qwen3")  # vLLM's classes of these assert that all layers have the same window
+_WIDER = ("cohere2", "cohere2_moe")
 
 
 def architecture(spec: Decoder) -> str:

@@ -42,7 +42,7 @@ def _of_config(resolved: Any, spec: Decoder) -> Iterator[str]:
     keys = asked.keys() - _OTHER_USES - (_OF_LAYERS if isinstance(spec, ModelSpec) else frozenset())
     if isinstance(spec, ModelSpec):
         keys &= spec.config.keys()
-    if _windows(spec) is not None:
+    if layer_windows(spec) is not None:
         keys -= {"sliding_window", "layer_types"}
     for key in sorted(key for key in keys if not key.startswith("_")):
         if (own := _plain(found.get(key))) != (other := _plain(asked[key])):
@@ -63,7 +63,7 @@ def _of_modules(model: nn.Module, spec: Decoder) -> Iterator[str]:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    windows = _windows(spec)
+    windows = layer_windows(spec)
     for name, module in model.named_modules():
         if isinstance(module, Attention) and windows is not None:
             layer = next((int(part) for part in name.split(".") if part.isdigit()), 0)
@@ -80,7 +80,7 @@ def _of_modules(model: nn.Module, spec: Decoder) -> Iterator[str]:
                     yield f"{name} rotates with (theta, dimensions, scaled) = {found}, {asked} was asked for"
 
 
-def _windows(spec: Decoder) -> list[int | None] | None:
+def layer_windows(spec: Decoder) -> list[int | None] | None:
     """By layer, of families whose config says so."""
     if isinstance(spec, ModelSpec):
         return [spec.sliding_window] * spec.layers

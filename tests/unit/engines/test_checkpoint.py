@@ -19,11 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.reader import INDEX, SINGLE, Checkpoint, read_boxes
 from hybridflow.engines.checkpoint.writer import file_contents, read_beside, save_checkpoint
 from hybridflow.errors import CheckpointError
 from hybridflow.models.spec import ModelSpec
+from tests import tiny_models
 from tests.example_layouts import fused, row_shards, storage_shapes, whole
 
 SIZES = {
@@ -328,6 +330,52 @@ def test_a_saved_model_is_the_same_model(models, tmp_path, kind, largest):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in before.items())
+
+
+def with_templates(directory: Path) -> list[str]:
+    """A tokenizer with a template of another name and further files in `directory`; the names of the new files."""
+    before = set(directory.rglob("*"))
+    tokenizer = tiny_models.TEXT.tokenizer()
+    turn = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    tokenizer.chat_template = {"default": turn, "tool_use": f"T{turn}"}
+    tokenizer.save_pretrained(directory)
+    (directory / "sentencepiece.bpe.model").write_bytes(b"\0pieces")
+    (directory / "bpe.codes").write_text("a b")
+    (directory / "a b.txt").write_text("a b")
+    (directory / ".hidden").write_text("x")
+    (directory / "pytorch_model.bin").write_bytes(b"stale")
+    (directory / "original").mkdir()
+    (directory / "original" / "consolidated.00.pth").write_bytes(b"stale")
+    (directory / "original" / "tokenizer.model").write_bytes(b"stale")
+    left_out = ("original", ".hidden", "pytorch_model.bin")
+    added = {file.relative_to(directory) for file in set(directory.rglob("*")) - before if file.is_file()}
+    return sorted(str(name) for name in added if name.parts[0] not in left_out)
+
+
+def said(directory: Path) -> tuple[str, ...]:
+    """How its tokenizer renders by each template, and its ids."""
+    raw = load_tokenizer(directory).raw
+    messages = [{"role": "user", "content": "ab"}]
+    names = ("default", "tool_use")
+    rendered = [raw.apply_chat_template(messages, chat_template=name, tokenize=False) for name in names]
+    return (*rendered, str(raw("abc ba")["input_ids"]))
+
+
+def test_a_saved_directory_has_every_file_that_goes_with_any_weights(copy, tmp_path):
+    source, target = copy("llama"), tmp_path / "saved"
+    names, spec = with_templates(source), spec_of(source)
+    assert "additional_chat_templates/tool_use.jinja" in names
+    for _ in range(2):  # and replaces itself
+        save_checkpoint(target, whole(spec), loaded(spec, source), like=source)
+        found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
+        assert found >= set(names)
+        assert not found & {".hidden", "pytorch_model.bin", "original/tokenizer.model"}
+        assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)
+    assert said(target) == said(source)
+    assert said(source)[1] == "T<ab>"
+    (target / "notes.txt").write_text("somebody's")
+    with pytest.raises(CheckpointError, match=r"more than a checkpoint: notes\.txt"):
+        save_checkpoint(target, whole(spec), loaded(spec, source), like=source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from hybridflow.engines.checkpoint.manifest import (
     CheckpointManifest,
     FileEntry,
     SavedGroup,
+    beside_name,
+    beside_path,
     partial_directory,
     publish,
     step_directory,
@@ -92,7 +95,7 @@ def write_group(
     names = [f"{name}/rank-{rank:05d}.safetensors" for rank in range(layout.ranks)]
     for rank, file in enumerate(names):
         report = partial / f".{rank}.json"
-        beside = {partial / name / one: content for one, content in like.items()} if rank == 0 else {}
+        beside = {partial / name / beside_name(one): content for one, content in like.items()} if rank == 0 else {}
         state: Kinds = {kind: (layout, shards(tensors, layout, rank)) for kind, tensors in kinds.items()}
         saving = StateWriter(rank, torch.device("cpu"))
         saving.save(RankFile(partial / file, report, "some-id", beside), state, dtypes)
@@ -103,7 +106,7 @@ def write_group(
         report.unlink()
         files |= {file: FileEntry(**entry) for file, entry in found["files"].items()}
     shapes = {tensor: tuple(shape) for tensor, shape in layout.tensors.items()}
-    beside = tuple(f"{name}/{one}" for one in like)
+    beside = tuple(f"{name}/{beside_name(one)}" for one in like)
     return SavedGroup("ActorWorker", tuple(names), tuple(kinds), shapes, dtypes=dtypes, beside=beside), files
 
 
@@ -144,6 +147,18 @@ def test_an_export_equals_a_save(models: dict[str, Path], tmp_path: Path, ranks:
         save_checkpoint(tmp_path / f"{kind}-saved", whole(spec_of(model)), parameters, like=model)
         assert hf.export(path, tmp_path / f"{kind}-out") == str(tmp_path / f"{kind}-out")
         same_files(tmp_path / f"{kind}-out", tmp_path / f"{kind}-saved")
+
+
+def test_an_export_has_the_files_in_directories_too(models: dict[str, Path], tmp_path: Path):
+    model = shutil.copytree(models["actor"], tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool use.jinja").write_text("{{ messages }}")
+    path, _ = write_run(tmp_path / "run", model)
+    hf.export(path, tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool use.jinja").read_text() == "{{ messages }}"
+    for name in ("../x", "/etc/x", "a/../x", ".x", "a//x", "a\0b"):
+        with pytest.raises(CheckpointError, match="hidden, or outside"):
+            beside_path(f"actor/{beside_name(name)}")
 
 
 def test_large_models_are_written_file_by_file(models: dict[str, Path], tmp_path: Path, monkeypatch):

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.vllm.discovery import UnreadableError, check_regions, checked, flat_storages, read_regions
+from hybridflow.engines.vllm.discovery import (
+    LayoutProbe,
+    UnreadableError,
+    check_regions,
+    checked,
+    flat_storages,
+    read_regions,
+)
 from hybridflow.engines.vllm.layout import probed_layout, unbuilt_layout
 from hybridflow.errors import ModelError
 from hybridflow.topology import RankGrid
@@ -185,6 +192,26 @@ def test_a_form_that_kernels_need_is_noticed() -> None:
     parameters["x"] = parameters["x"].roll(1, 0)
     with pytest.raises(UnreadableError, match="another form"):
         check_regions(SHAPES, parameters, regions)
+
+
+class OneLinear(torch.nn.Linear):
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.weight.copy_(dict(tensors)["weight"])
+
+
+@pytest.mark.parametrize("derives", [False, True])
+def test_a_parameter_that_processing_adds_is_refused(derives) -> None:
+    """vLLM's latent attention registers W_UV and W_UK_T, which are computed from kv_b_proj once."""
+    model = OneLinear(4, 6, bias=False)
+    probe = LayoutProbe({"weight": (6, 4)}, "some")
+
+    def process() -> None:
+        if derives:
+            model.W_UV = torch.nn.Parameter(model.weight.T.clone(), requires_grad=False)
+
+    probe._around(model, torch.float32, torch.device("cpu"), process)
+    assert (probe.failure is None) is not derives
+    assert not derives or "'W_UV': vLLM computes it from other weights" in str(probe.failure)
 
 
 def test_ranks_of_a_replica_share_what_they_found() -> None:

