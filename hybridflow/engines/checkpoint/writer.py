@@ -48,7 +48,7 @@ _MODEL_FILES = (
     *("adapter_config.json", "*.safetensors", INDEX),
 )
 """Of any model's directory, which a save may replace; other files only if it writes them again."""
-_MOST_BESIDE = 256 << 20  # bytes of a file: larger ones are no part of a tokenizer
+_MOST_BESIDE = 64 << 20  # bytes of a file: larger ones are no part of a tokenizer
 
 
 def save_checkpoint(
@@ -89,7 +89,8 @@ def read_beside(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     """By relative path the files of a Hugging Face directory that go with any weights of the model: all but weights,
     hidden files, and directories inside that are models themselves.
 
-    Errors: CheckpointError without a config, and for a file that is too large to belong to a tokenizer.
+    Files that are too large to belong to a tokenizer are left out, and named in a warning. Errors: CheckpointError
+    without a config.
     """
     root = Path(directory)
     if not (root / "config.json").is_file():
@@ -97,10 +98,8 @@ def read_beside(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for file in _beside(root):
         if (size := file.stat().st_size) > _MOST_BESIDE:
-            raise CheckpointError(
-                f"{file} has {size:,} bytes: a save would copy it beside the weights. Move it out of the model's "
-                f"directory."
-            )
+            logger.warning("%s has %s bytes: saved models will not have it", file, f"{size:,}")
+            continue
         found[str(file.relative_to(root))] = file.read_bytes()
     return found
 
