@@ -139,6 +139,12 @@ def differences(one: Any, other: Any) -> list[str]:
     return found
 
 
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Of the generators of the host and of a CUDA device."""
+    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **on_device}
+
+
 def survives(
     world: World,
     name: str,
@@ -154,9 +160,10 @@ def survives(
     unlucky, other = (build(world, f"{name}-{i}", strategy, size, path, optimizer) for i in range(2))
     found: dict[str, Any] = {"errors": {}, "differs": []}
     for seed, place in enumerate(places):
-        before, generator = saved(unlucky), torch.get_rng_state()
+        before, generators = saved(unlucky), random_states(world.device)
         found["errors"][place] = failed_pass(unlucky, world, place, ranks)
-        drawn = [] if torch.get_rng_state().equal(generator) else [f"{place}: generator"]
+        now = random_states(world.device)
+        drawn = [f"{place}: generator of {kind}" for kind, state in generators.items() if not now[kind].equal(state)]
         same = all(t.equal(saved(unlucky)["tensors"][k][n]) for k, v in before["tensors"].items() for n, t in v.items())
         results = [update(engine, world, seed) for engine in (unlucky, other)]
         found["differs"] += drawn + ([] if same else [f"{place}: changed"])

@@ -60,7 +60,16 @@ def rms_norm_backward(grad, x, shape, rstd, weight, mask):
     return grad_x if mask[0] else None, grad_weight
 
 
+def dropout(x, p, train, *, generator):
+    """The CPU's kernel draws from the generator of the host."""
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = torch.rand(x.shape, generator=generator) >= p
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+
 KERNELS: dict[str, Any] = {
+    "native_dropout": dropout,
     "_softmax": softmax,
     "_softmax.out": softmax_out,
     "_softmax_backward_data": softmax_backward,

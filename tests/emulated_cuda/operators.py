@@ -181,7 +181,10 @@ def arguments(call: Call, args: tuple, kwargs: dict) -> tuple[list[Any], dict[st
 
 def add_generator(call: Call, given: list[Any], named: dict[str, Any]) -> None:
     """The device's own generator, where the operator draws and none was given."""
-    index = next((i for i, a in enumerate(call.operator._schema.arguments) if a.name == "generator"), None)
+    schema = call.operator._schema
+    index = next((i for i, a in enumerate(schema.arguments) if a.name == "generator"), None)
+    if schema.name == "aten::native_dropout":  # draws, and takes none
+        index = len(given)
     if index is None or any(isinstance(x, torch.Generator) for x in (*given, *named.values())):
         return
     made = generator(torch.cuda.default_generators[call.device.index])

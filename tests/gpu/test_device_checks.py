@@ -150,6 +150,16 @@ def test_a_kernel_that_is_not_emulated(expected_faults: Faults):
     assert kinds(expected_faults) == {"kernel"}
 
 
+def test_dropout_draws_from_the_generator_of_the_device():
+    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first, second = (torch.nn.functional.dropout(ones().requires_grad_(), 0.25) for _ in range(2))
+    assert torch.get_rng_state().equal(host)
+    assert not first.equal(second)
+    assert first.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    torch.cuda.set_rng_state(device)
+    assert torch.nn.functional.dropout(ones().requires_grad_(), 0.25).equal(first)
+
+
 def test_uninitialised_memory_is_not_zero(expected_faults: Faults):
     assert torch.empty(1 << 21, dtype=torch.uint8, device="cuda").max() == 255
 
