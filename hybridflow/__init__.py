@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hybridflow.config import Adam as Adam
     from hybridflow.config import LoRA as LoRA
     from hybridflow.config import Megatron as Megatron
+    from hybridflow.config import Mismatch as Mismatch
     from hybridflow.config import Sampling as Sampling
     from hybridflow.config import Until as Until
     from hybridflow.config import ZeRO as ZeRO

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 import socket
 import threading
@@ -35,7 +36,7 @@ Share = tuple[Box, Region]
 """A box that a rank writes, and the region of its storage that contains it."""
 Kinds = Mapping[str, tuple[Layout, Mapping[str, Tensor]]]
 """Kind of state -> its layout, and this rank's tensors by the layout's storage names."""
-_BEFORE_SECONDS, _REPORT_PAUSES = 300.0, (0.0, 1.0, 5.0)
+_BEFORE_SECONDS, _REPORT_PAUSES, _RESERVED = 300.0, (0.0, 1.0, 5.0), 4096
 _RANDOM = "random"
 _RANDOM_BYTES = 1 << 15
 _DTYPES = {
@@ -158,6 +159,7 @@ class StateWriter:
 
     def _write(self, file: RankFile, dtypes: dict[str, str]) -> None:
         try:
+            _partial(file).write_bytes(bytes(_RESERVED))  # so that an error can be reported from a full disk
             _check_finite(file.path, self._places)
             entries = {file.path: write_file(file.path, self._chunks(file), direct=True)}
             entries |= {path: write_file(path, (content,)) for path, content in file.extra.items()}
@@ -190,15 +192,19 @@ class StateWriter:
                 return
 
 
+def _partial(file: RankFile) -> Path:
+    return file.report.with_suffix(".partial")
+
+
 def _report(file: RankFile, report: Mapping[str, Any]) -> None:
     """Errors: OSError, when there is no report: the files may be removed."""
-    partial = file.report.with_suffix(".partial")
+    partial, content = _partial(file), json.dumps(report).encode()
     try:
-        partial.write_text(json.dumps(report))
+        with open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as opened:  # keeps the reserved bytes
+            opened.write(content)
+            opened.truncate()
     except OSError as error:
         error.filename = error.filename or str(partial)
-        with suppress(OSError):
-            partial.unlink()
         raise
     with suppress(OSError):  # the driver may have it nevertheless; its deadline ends the save
         partial.rename(file.report)
