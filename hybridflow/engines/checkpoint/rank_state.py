@@ -205,6 +205,9 @@ def _report(file: RankFile, report: Mapping[str, Any]) -> None:
             opened.truncate()
     except OSError as error:
         error.filename = error.filename or str(partial)
+        with suppress(OSError):
+            if partial.stat().st_size < _RESERVED:  # nothing was left to reserve
+                partial.unlink()
         raise
     with suppress(OSError):  # the driver may have it nevertheless; its deadline ends the save
         partial.rename(file.report)
