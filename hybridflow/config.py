@@ -338,7 +338,7 @@ class Sampling:
 
 @settings
 class Mismatch:
-    """How far generation's log-probabilities may be from training's: mean |d| over tokens, in nats.
+    """How far generation's log-probabilities may be from training's: mean |d| over a rank's tokens, in nats.
 
     Both are of one policy if the weights are, so `compute_log_prob` compares `log_probs` of the rows with its result,
     in the first iteration, the first with trained weights, and the first after `hf.load` and after `hf.sync_weights`.
