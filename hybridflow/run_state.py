@@ -197,17 +197,20 @@ class Saving:
         files, groups = dict[str, FileEntry](), dict[str, SavedGroup]()
         answers = {name: wait() for name, wait in self._results.items() if wait is not None}
         self._check_calls()
+        workers = {name for name, group in self.parts.groups.items() if issubclass(group.worker_class, Worker)}
+        ranks = [(name, rank) for name in answers if name in workers for rank in range(len(answers[name]))]
+        expected = {(name, rank): report_file(self.partial, self._folders[name], rank) for name, rank in ranks}
+        reports = self._reports(expected.values())
         for name, group in self.parts.groups.items():
             if name not in answers:
                 continue
-            if not issubclass(group.worker_class, Worker):
+            if name not in workers:
                 groups[name] = SavedGroup(group.worker_class.__name__, values=tuple(answers[name]))
                 continue
             saved: SavedGroup = answers[name][0]
             size = len(answers[name])  # at the time of the save: the group may have been moved since
             ranks, dtypes = tuple(rank_file(self._folders[name], rank) for rank in range(size)), {}
-            for rank in range(size):
-                report = self._report(report_file(self.partial, self._folders[name], rank))
+            for report in (reports[expected[name, rank]] for rank in range(size)):
                 files |= {file: FileEntry(**entry) for file, entry in report["files"].items()}
                 dtypes = {**report["dtypes"], **dtypes}
             values = tuple(one.values[0] for one in answers[name]) if saved.values is not None else None
@@ -228,19 +231,27 @@ class Saving:
                     f"{self.target} was not saved: a call before it failed: {str(status.failure.error.args[0])[:200]}"
                 )
 
-    def _report(self, file: Path) -> dict[str, Any]:
-        """What a rank reports, once its file is written; removed."""
-        end = time.monotonic() + self._deadline
-        while not file.exists():
+    def _reports(self, files: Iterable[Path]) -> dict[Path, dict[str, Any]]:
+        """What each rank reports, once its file is written; removed. The first error ends the wait for all."""
+        end, left = time.monotonic() + self._deadline, list(files)
+        found = dict[Path, dict[str, Any]]()
+        while True:
+            found |= {file: self._report(file) for file in left if file.exists()}
+            left = [file for file in left if file not in found]
+            if not left:
+                return found
             if self.cancelled:
                 raise CheckpointError(f"{self.target} was not saved: the run was restarted.")
             for group in self.parts.groups.values():
                 self.session.iterations.check_hosts(group.name, "write_checkpoint", group.ranks.hosts)
             if time.monotonic() > end:
+                names = ", ".join(file.name[1:-5] for file in left[:3])
                 raise CheckpointError(
-                    f"{self.target} was not saved: {file.name[1:-5]} did not report its file in {self._deadline:g} s."
+                    f"{self.target} was not saved: {names} did not report its file in {self._deadline:g} s."
                 )
             time.sleep(_LOOK_SECONDS)
+
+    def _report(self, file: Path) -> dict[str, Any]:
         report = json.loads(file.read_text())
         file.unlink()
         if report.get("id") != self.id:

@@ -46,11 +46,14 @@ _LONGEST = 1 << 16
 
 @dataclass(eq=False)
 class _Watched:
-    """One host and its connection. `seen`: it was connected once; `until`: the deadline of a connection attempt."""
+    """One host and its connection. `told`: a reference to its address, asked for `again` where the first attempt to
+    connect failed; `seen`: it was connected once; `until`: the deadline of a connection attempt."""
 
     pool: str
     rank: int
     host: HostProcess
+    told: Any
+    again: bool = False
     address: tuple[str, int] | None = None
     key: bytes = b""
     socket: socket.socket | None = None
@@ -91,7 +94,7 @@ class HostMonitor:
     def watch(self, pool: str, hosts: Sequence[HostProcess]) -> None:
         """Watch all hosts of a pool, in rank order."""
         with self._lock:
-            self._watched |= {host.address: _Watched(pool, rank, host) for rank, host in enumerate(hosts)}
+            self._watched |= {host.address: _Watched(pool, rank, host, host.address) for rank, host in enumerate(hosts)}
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="host monitor", daemon=True)
                 self._thread.start()
@@ -174,12 +177,12 @@ class HostMonitor:
         """Connect to hosts whose processes have started."""
         if not starting or not ray.is_initialized():  # Ray's functions would start a cluster
             return
-        refs = [watched.host.address for watched in starting]
+        refs = [watched.told for watched in starting]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
         for watched in starting:
-            if watched.host.address in ready:
+            if watched.told in ready:
                 try:
-                    *where, watched.key = ray.get(watched.host.address, timeout=liveness.ANSWER_SECONDS)
+                    *where, watched.key = ray.get(watched.told, timeout=liveness.ANSWER_SECONDS)
                     watched.address = where[0], where[1]
                     self._connect(selector, watched)
                 except ray.exceptions.GetTimeoutError:
@@ -228,11 +231,14 @@ class HostMonitor:
                 self._connect(selector, watched)
 
     def _give_up(self, selector: selectors.BaseSelector, watched: _Watched, why: OSError) -> None:
-        """A connection attempt failed: the host is lost, unless it was never within reach."""
+        """A connection attempt failed: the host is lost, unless it lives and was never within reach."""
         _disconnect(selector, watched)
         watched.until = math.inf
         if watched.seen:
             self._lose(watched)
+        elif not watched.again:  # it may have died before: then Ray gives an error instead of the address
+            watched.again, watched.address = True, None
+            watched.told = watched.host.handle.address.remote()
         else:
             logger.debug("%s cannot be watched: %s", watched, why)
             watched.done = True

@@ -18,6 +18,7 @@ import hybridflow as hf
 from hybridflow.cluster.backend import Deadlines
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
+from hybridflow.cluster.host_monitor import HostMonitor
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import (
     BatchError,
@@ -370,15 +371,27 @@ def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluste
         fresh.check_open()
 
 
-def test_the_death_of_an_idle_host_is_logged_and_ends_the_next_call(cluster, batch, settle, caplog):
-    """A notebook between two cells: nothing runs when the process is killed."""
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "not_yet_watched"])
+def test_the_death_of_an_idle_host_is_logged_and_ends_the_next_call(
+    watched, cluster, batch, settle, caplog, monkeypatch
+):
+    """A notebook between two cells: nothing runs when the process is killed, maybe soon after its start."""
+    connect, killed = HostMonitor._connect, threading.Event()
+
+    def late(monitor, selector, host):
+        assert host.rank == 0 or killed.wait(60)
+        connect(monitor, selector, host)
+
+    if not watched:
+        monkeypatch.setattr(HostMonitor, "_connect", late)
     with hf.ResourcePool([2]) as pool:
         source = hf.place(Source, pool, name="idle_source")
         pids = source.pid().get()
         with caplog.at_level(logging.ERROR, "hybridflow"):
             os.kill(pids[1], signal.SIGKILL)
+            killed.set()
             deadline = time.monotonic() + 60
-            while not cluster.lost_hosts and time.monotonic() < deadline:
+            while not caplog.records and time.monotonic() < deadline:
                 time.sleep(0.01)
         [record] = caplog.records
         said = record.getMessage()

@@ -36,7 +36,7 @@ Share = tuple[Box, Region]
 """A box that a rank writes, and the region of its storage that contains it."""
 Kinds = Mapping[str, tuple[Layout, Mapping[str, Tensor]]]
 """Kind of state -> its layout, and this rank's tensors by the layout's storage names."""
-_BEFORE_SECONDS, _REPORT_PAUSES, _RESERVED = 300.0, (0.0, 1.0, 5.0), 4096
+_BEFORE_SECONDS, _RESERVED = 300.0, 4096
 _RANDOM = "random"
 _RANDOM_BYTES = 1 << 15
 _DTYPES = {
@@ -177,19 +177,17 @@ class StateWriter:
             yield whole[at : at + CHUNK_BYTES]
 
     def _failed(self, file: RankFile, error: Exception) -> None:
-        """Report the error, once the files of all ranks are removed from a full disk; else the driver's deadline ends
-        the save."""
+        """Report the error, from a full disk once the files of all ranks are removed; ends with the save."""
         report = {"id": file.id, "error": _reason(error, self.rank)}
         written = () if isinstance(error, FileExistsError) else (file.path, *file.extra)
-        for pause in _REPORT_PAUSES:
-            time.sleep(pause)
+        end = time.monotonic() + _BEFORE_SECONDS
+        while file.report.parent.exists() and time.monotonic() < end:
             with suppress(OSError):
                 for path in written:
                     path.unlink(missing_ok=True)
                 _report(file, report)
                 return
-            if not file.report.parent.exists():  # the save was given up
-                return
+            time.sleep(1.0)
 
 
 def _partial(file: RankFile) -> Path:
@@ -209,8 +207,11 @@ def _report(file: RankFile, report: Mapping[str, Any]) -> None:
             if partial.stat().st_size < _RESERVED:  # nothing was left to reserve
                 partial.unlink()
         raise
-    with suppress(OSError):  # the driver may have it nevertheless; its deadline ends the save
+    try:
         partial.rename(file.report)
+    except OSError:
+        if partial.exists():  # else the driver has it: a network file system repeats requests
+            raise
 
 
 def _reason(error: Exception, rank: int) -> str:
