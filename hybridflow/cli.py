@@ -140,6 +140,7 @@ def _add_export(commands: Any) -> None:
     add("checkpoint", help="such as runs/first/checkpoints/step-00000020; of a directory of them or a run the newest")
     add("directory", help="of the model; one that is there is replaced")
     add("--group", default="actor", help="the worker group (default: actor)")
+    add("--dtype", help="float32, bfloat16 or float16 (default: that of the files that the model came from)")
 
 
 def _add_doctor(commands: Any) -> None:
@@ -234,7 +235,7 @@ def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
     if rest:
         raise ConfigError(f"export takes a checkpoint and a directory, got {rest[0]!r} as well.")
-    print(f"written to {export(given.checkpoint, given.directory, group=given.group)}")
+    print(f"written to {export(given.checkpoint, given.directory, group=given.group, dtype=given.dtype)}")
 
 
 def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -209,13 +209,12 @@ class Saving:
                 continue
             saved: SavedGroup = answers[name][0]
             size = len(answers[name])  # at the time of the save: the group may have been moved since
-            ranks, dtypes = tuple(rank_file(self._folders[name], rank) for rank in range(size)), {}
+            ranks = tuple(rank_file(self._folders[name], rank) for rank in range(size))
             for report in (reports[expected[name, rank]] for rank in range(size)):
                 files |= {file: FileEntry(**entry) for file, entry in report["files"].items()}
-                dtypes = {**report["dtypes"], **dtypes}
             values = tuple(one.values[0] for one in answers[name]) if saved.values is not None else None
             follows = None if saved.kinds else self._now.sources[name] or None
-            groups[name] = replace(saved, values=values, ranks=ranks, dtypes=_compact(dtypes), follows=follows)
+            groups[name] = replace(saved, values=values, ranks=ranks, dtypes=_compact(saved.dtypes), follows=follows)
         trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
         states = self._states | {name: part.state(self.step) for name, part in trackers.items()}
         step = (step_of(self.target) or 0) if self.step is None else self.step

@@ -153,7 +153,7 @@ def write_rank(directory: Path, folder: str, rank: int, id: str, kinds: Kinds, *
         {directory / folder / name: content for name, content in extra.items()},
     )
     writer = StateWriter(rank, CPU)
-    writer.save(file, kinds, {"": "F32"})
+    writer.save(file, kinds)
     assert writer._thread is not None
     writer._thread.join(60)
     report = json.loads(file.report.read_text())

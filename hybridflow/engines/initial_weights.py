@@ -1,16 +1,41 @@
-"""Weights of a model without a checkpoint, equal however it is split."""
+"""InitialWeights: what a model begins with, from a checkpoint or drawn, equal however it is split."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.checkpoint.rank_state import dtype_name
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.contract import Uninitialized
+from hybridflow.models.hf_spec import Decoder
 
 STANDARD_DEVIATION = 0.02
+
+
+class InitialWeights:
+    """Those of a Hugging Face directory; without one those of `initialise`; with UNINITIALIZED none."""
+
+    def __init__(self, spec: Decoder, checkpoint: str | Path | Uninitialized | None) -> None:
+        self._spec, self._drawn = spec, checkpoint is None
+        self._files = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else None
+
+    def fill(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
+        if self._drawn:
+            initialise(layout, rank, storage, self._spec.zeros)
+        elif self._files is not None:
+            self._files.read_into(layout, rank, storage)
+
+    def rounded_to(self, dtype: torch.dtype) -> bool:
+        """Whether they may have more bits than `dtype`."""
+        if self._files is None:
+            return self._drawn
+        return set(self._files.dtypes(self._spec.tensors()).values()) != {dtype_name(dtype)}
 
 
 def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: Collection[str] = frozenset()) -> None:
@@ -32,4 +57,4 @@ def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: 
             whole = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
         for region in regions:
             box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
-            storage[region.storage][region.index()].copy_(whole[box])
+            region.view(storage[region.storage]).copy_(whole[box])

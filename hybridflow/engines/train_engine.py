@@ -26,15 +26,14 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Operations, Replicas, StepCheck
-from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
-from hybridflow.engines.initial_weights import initialise
+from hybridflow.engines.initial_weights import InitialWeights
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shard_optimizer import ShardOptimizer
-from hybridflow.engines.sharded_model import ShardedModel
+from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder
 
@@ -90,13 +89,14 @@ class TrainEngine:
             if not isinstance(checkpoint, Uninitialized):
                 for tensor in self.storage().values():
                     tensor.zero_()  # including vocabulary padding
-            if checkpoint is None:
-                initialise(self._layout, context.rank, self.storage(), spec.zeros)
-            elif not isinstance(checkpoint, Uninitialized):
-                Checkpoint(checkpoint).read_into(self._layout, context.rank, self.storage())
+            begin = InitialWeights(spec, checkpoint)
+            begin.fill(self._layout, context.rank, self.storage())
             if self.adapters is not None:
                 self.adapters.start()
             self.weights_loaded()
+            if self.restorable and begin.rounded_to(compute_dtype(strategy, context.device)):
+                layout, main = self.exact_weights()
+                begin.fill(layout, context.rank, main)
         except Exception:
             self.close()
             raise
@@ -337,6 +337,12 @@ class TrainEngine:
         BrokenGroupError."""
         self._operations.check()
         return self._shards.storage
+
+    def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
+        """The most exact weights here: the optimizer's main parameters where they are apart, or the parameters."""
+        if self.restorable and self._optimizer_layout is not None:
+            return self._optimizer_layout, self.optimizer_storage()["main"]
+        return self._layout, self.storage()
 
     def weights_loaded(self) -> None:
         """Copy parameters that a transfer has written to the optimizer's main parameters."""

@@ -18,11 +18,12 @@ from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
-from hybridflow.config import Megatron, Optimizer, TrainStrategy, is_strategy
+from hybridflow.config import DType, Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import REDUCTIONS, agree
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.checkpoint.saved_dtypes import check_dtype, kept_in_float32, saved_dtypes
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG
@@ -30,7 +31,7 @@ from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
-from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, check_reading, read_spec, use_of
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
 from hybridflow.settings import require
@@ -79,6 +80,7 @@ def local_checkpoint(model: str | os.PathLike[str]) -> Path:
 def _check_save(settings: Settings, call: Any) -> None:
     if settings.get("model") is None:
         raise ConfigError("this worker calls a function: there is nothing to save.")
+    check_dtype(call.get("dtype"))
     call["path"] = os.path.abspath(call["path"])
 
 
@@ -87,6 +89,7 @@ class ModelWorker(Worker):
 
     head: ClassVar[Head] = "lm"
     _frozen: Mapping[str, str] = {}
+    _dtypes: Mapping[str, str] = {}  # of the files of its model
     _idle: tuple[TrainState, ...] = ()  # kept in host memory between calls
 
     @classmethod
@@ -198,11 +201,10 @@ class ModelWorker(Worker):
             return getattr(self, "_beside", {})
         return {CONFIG: engine.adapters.config(self.checkpoint)}
 
-    def parameters(self) -> tuple[Layout, Mapping[str, Tensor]] | None:
-        if (engine := getattr(self, "engine", None)) is None:
-            return None
-        adapters = engine.adapters
-        return (engine.layout(), engine.storage()) if adapters is None else (adapters.layout, adapters.storage)
+    def file_dtypes(self) -> Mapping[str, str]:
+        if (engine := getattr(self, "engine", None)) is None or engine.adapters is not None:
+            return {}  # adapters: float32
+        return self._dtypes
 
     def optimizing_engine(self) -> TrainEngine | None:
         self.engine.reload(self._idle)
@@ -215,6 +217,7 @@ class ModelWorker(Worker):
         # the directory may be gone when `save` runs
         self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}
         self.spec = read_spec(self.checkpoint, self.head, train)
+        self._dtypes = Checkpoint(self.checkpoint).dtypes(self.spec.tensors())
         frozen = self.context.rank == 0 and (optim is None or getattr(train, "lora", None) is not None)
         self._frozen = {FROZEN: Checkpoint(self.checkpoint).fingerprint()} if frozen else {}
         weights = UNINITIALIZED if self.context.uninitialized else self.checkpoint
@@ -326,12 +329,16 @@ class ModelWorker(Worker):
         return self.engine.step()
 
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
-    def save(self, path: str | os.PathLike[str], merged: bool = False) -> str:
+    def save(self, path: str | os.PathLike[str], merged: bool = False, dtype: DType | None = None) -> str:
         """Write a Hugging Face directory (safetensors, config, tokenizer) on a path that all ranks share; waits.
 
-        With LoRA the adapters are written in peft's format, or with `merged` the whole model. Returns the absolute
-        path. Errors: CheckpointError, also for weights that are not finite and after a DivergenceError; ConfigError for
-        a reward that is a function.
+        Weights are the optimizer's float32 ones where training has 16 bits, in the dtypes of the files that the model
+        came from; with `dtype` in that, but those that transformers keeps in float32 for the family. With LoRA the
+        adapters are written in peft's format (float32, or `dtype`), or with `merged` the whole model. Returns the
+        absolute path.
+
+        Errors: CheckpointError, also for weights that are not finite or that `dtype` cannot hold, and after a
+        DivergenceError; ConfigError for another dtype, and for a reward that is a function.
         """
         group, engine = self.context.groups.everyone(), self.engine
         if self._skipped.diverged:
@@ -341,12 +348,13 @@ class ModelWorker(Worker):
             )
         with self.resident():
             if engine.adapters is not None and not merged:
-                engine.adapters.save(path, self.checkpoint)
+                engine.adapters.save(path, self.checkpoint, dtype)
                 return str(path)
             self._merge()
-            save_checkpoint(
-                path, engine.layout(), engine.storage(), like=self._beside, group=group, rank=self.context.rank
-            )
+            wide = kept_in_float32(self.spec.config, self._dtypes) if isinstance(self.spec, TransformersSpec) else ()
+            dtypes, rank = saved_dtypes(self._dtypes, dtype, wide), self.context.rank
+            layout, storage = engine.exact_weights()
+            save_checkpoint(path, layout, storage, like=self._beside, group=group, rank=rank, dtypes=dtypes)
         return str(path)
 
     @register(ONE_TO_ALL, blocking=True)

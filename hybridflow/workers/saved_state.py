@@ -18,7 +18,6 @@ from hybridflow.engines.checkpoint.rank_state import (
     RankFile,
     SavedTensors,
     StateWriter,
-    dtype_name,
     report_file,
 )
 from hybridflow.errors import CheckpointError
@@ -65,13 +64,14 @@ class SavedState:
             beside = {f"{folder}/{beside_name(name)}": content for name, content in self.beside().items()}
             extra = {root / name: content for name, content in beside.items()} if not rank else {}
             file = RankFile(root / rank_file(folder, rank), report_file(root, folder, rank), id, extra)
-            self._writer.save(file, kinds, self._parameter_dtypes() if kinds else {})
+            self._writer.save(file, kinds)
         layout = next((layout for layout, _ in kinds.values()), None)
         return SavedGroup(
             worker=type(self).__name__,
             kinds=tuple(kinds),
             tensors={} if layout is None or rank else {name: tuple(shape) for name, shape in layout.tensors.items()},
             counters=counters,
+            dtypes={} if layout is None or rank else self.file_dtypes(),
             beside=tuple(beside) if kinds else (),
             values=(self.state(),) if has_state(self) else None,
             use=self.use(),
@@ -102,17 +102,9 @@ class SavedState:
         """Files that an exported model has beside its weights, by name."""
         return {}
 
-    def parameters(self) -> tuple[Layout, Mapping[str, Any]] | None:
-        """Layout and tensors of the parameters in the dtypes that an export has; None without parameters."""
-        return None
-
-    def _parameter_dtypes(self) -> dict[str, str]:
-        """Of this rank's parameters, as safetensors spells them."""
-        if (found := self.parameters()) is None:
-            return {}
-        layout, storage = found
-        regions = layout.regions(self.context.rank)  # type: ignore[attr-defined]
-        return {region.box.tensor: dtype_name(storage[region.storage].dtype) for region in regions}
+    def file_dtypes(self) -> Mapping[str, str]:
+        """The dtypes that an export has by default, by tensor, as safetensors spells them."""
+        return {}
 
     def damaged_files(self, directory: str, files: Mapping[str, FileEntry]) -> list[str]:
         """Read files of a checkpoint; what is wrong with those that do not have their checksums."""

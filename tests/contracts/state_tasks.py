@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow import config
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.checkpoint.saved_dtypes import saved_dtypes
 from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import read_spec
-from tests.contracts.engine_tasks import boxes, broken_gradients, build, share
+from tests.contracts.engine_tasks import _sum_of_log_probs, boxes, broken_gradients, build, share
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World
 
@@ -350,3 +353,17 @@ def saved_with_nan(world: World, name: str, strategy: Any, size: int, path: Path
     except CheckpointError as error:
         return str(error), target.exists()
     return "", True
+
+
+def saved(world: World, name: str, strategy: Any, size: int, path: Path, targets: Mapping[str | None, Path]) -> None:
+    """Save a model before and after a step in each dtype, as `save` of a worker does."""
+    engine = build(world, name, strategy, size, path, optimizer=config.SGD(lr=0.1, clip_grad=1.0))
+    group, known = engine.context.groups.everyone(), Checkpoint(path).dtypes(engine.spec.tensors())
+    for moment in ("before", "after"):
+        for dtype, target in targets.items():
+            layout, storage = engine.exact_weights()
+            dtypes = saved_dtypes(known, dtype)
+            save_checkpoint(target / moment, layout, storage, like=path, group=group, rank=world.rank, dtypes=dtypes)
+        engine.forward_backward(share(make_batch(), engine.grid, world.rank), _sum_of_log_probs, ("log_probs",))
+        engine.step()
+    engine.close()

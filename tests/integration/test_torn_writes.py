@@ -49,7 +49,7 @@ def rank_main(rank: int, calls: Connection) -> None:
         directory, folder, id, _ = arguments
         extra = {Path(directory, folder, "config"): b"{}"} if not rank else {}
         file = RankFile(Path(directory, rank_file(folder, rank)), report_file(Path(directory), folder, rank), id, extra)
-        writer.save(file, {kind: (layout, tensors) for kind, tensors in held.items()}, {})
+        writer.save(file, {kind: (layout, tensors) for kind, tensors in held.items()})
         calls.send(SavedGroup("Worker", (), tuple(held), SHAPES, {}, beside=(f"{folder}/config",)))
 
 

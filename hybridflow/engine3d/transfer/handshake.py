@@ -70,24 +70,6 @@ def check_complete(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def agree_dtypes(
-    keys: Sequence[Key], mine: Mapping[Key, torch.dtype], group: dist.ProcessGroup | None
-) -> dict[Key, torch.dtype]:
-    """The widest dtype that any rank of `group` reports for each key. Collective: all ranks pass the same `keys`.
-
-    Errors: LayoutError on all ranks for a dtype that cannot travel or a key that no rank knows; WaitTimeoutError.
-    """
-    widest: dict[Key, torch.dtype] = {}
-    for reported in _gather(dict(mine), group):
-        for key, dtype in reported.items():
-            check_dtype(dtype)
-            widest[key] = min(dtype, widest.get(key, dtype), key=DTYPES.index)
-    for key in keys:
-        if key not in widest:
-            raise LayoutError(f"no rank stores {key}. The layout and the storages do not belong together.")
-    return {key: widest[key] for key in keys}
-
-
 @dataclass(frozen=True)
 class _Report:
     """One rank's report: its part of the plan, the dtypes of its storages, and their errors."""

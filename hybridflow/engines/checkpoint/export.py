@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridflow.config import DType
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
@@ -21,7 +23,8 @@ from hybridflow.engines.checkpoint.manifest import (
     saved_steps,
     step_of,
 )
-from hybridflow.engines.checkpoint.rank_state import SavedTensors, torch_dtype
+from hybridflow.engines.checkpoint.rank_state import SavedTensors
+from hybridflow.engines.checkpoint.saved_dtypes import check_dtype, kept_in_float32, saved_dtypes
 from hybridflow.engines.checkpoint.writer import Turn, file_contents, save_files, write_beside, write_files
 from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
 from hybridflow.errors import CheckpointError, ConfigError, nearest
@@ -30,17 +33,24 @@ logger = logging.getLogger(__name__)
 _KINDS = ("main", "weights")  # those that contain parameters
 
 
-def export(checkpoint: str | os.PathLike[str], directory: str | os.PathLike[str], *, group: str = "actor") -> str:
+def export(
+    checkpoint: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    group: str = "actor",
+    dtype: DType | None = None,
+) -> str:
     """Write the model of a group in a run's checkpoint to `directory`, as `save` of the group did at that step: a
-    Hugging Face directory, or adapters in peft's format. Starts no process.
+    Hugging Face directory, or adapters in peft's format, in the dtypes that `save(dtype=)` gives. Starts no process.
 
     `checkpoint` is one checkpoint, or a directory of them or of a run: then the newest whole one is exported. Files are
     verified first. At most one file of the export is in memory at a time; `directory` is replaced as a whole. Returns
     its absolute path.
 
     Errors: CheckpointError for a damaged checkpoint, or when `directory` cannot be written; ConfigError for a group
-    that the checkpoint does not have, or has no tensors of.
+    that the checkpoint does not have, or has no tensors of, and for another dtype.
     """
+    check_dtype(dtype)
     found, damaged = _candidates(checkpoint), list[CheckpointError]()
     for path in found:
         try:
@@ -57,7 +67,7 @@ def export(checkpoint: str | os.PathLike[str], directory: str | os.PathLike[str]
         target = Path(os.path.realpath(directory))
         if path.resolve() in (target, *target.parents):
             raise ConfigError(f"{directory} is in the checkpoint {path}: choose a directory outside of it.")
-        _write(target, path, saved, tensors)
+        _write(target, path, saved, tensors, dtype)
         return os.path.abspath(directory)
     if len(damaged) == 1:
         raise damaged[0]
@@ -90,10 +100,12 @@ def _group(path: Path, manifest: CheckpointManifest, group: str) -> SavedGroup:
     return saved
 
 
-def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTensors) -> None:
+def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTensors, dtype: DType | None) -> None:
     shapes = dict(saved.tensors)
-    dtypes = {name: torch_dtype(saved.dtypes.get(name, saved.dtypes.get("", "F32"))) for name in shapes}
     beside = {beside_path(name): (checkpoint / name).read_bytes() for name in saved.beside}
+    wide = () if dtype is None or CONFIG in beside else kept_in_float32(json.loads(beside["config.json"]), shapes)
+    known = {name: saved.dtypes.get(name, saved.dtypes.get("", "F32")) for name in shapes}
+    dtypes = saved_dtypes(known, dtype, wide)
     prefix = PREFIX if CONFIG in beside else ""
     named = {prefix + name: name for name in shapes}
     nbytes = {new: math.prod(shapes[name]) * dtypes[name].itemsize for new, name in named.items()}

@@ -65,8 +65,8 @@ class SavedGroup:
     `tensors`, in the safetensors files `ranks` of its ranks.
 
     `use` are the settings by which the model computes from its tensors, `counters` are those of the optimizer, `dtypes`
-    the dtypes of the parameters as safetensors spells them (the key "" is the default), `beside` the files that an
-    export puts beside the weights. `follows`: a group whose weights are to be synchronized from this group instead.
+    the dtypes of an export's tensors as safetensors spells them (the key "" is the default), `beside` the files that it
+    has beside the weights. `follows`: a group whose weights are to be synchronized from this group instead.
     `values` is what a class with `state()` returned on each rank.
     """
 

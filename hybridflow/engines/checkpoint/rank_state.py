@@ -93,8 +93,8 @@ class RankFile:
 class StateWriter:
     """Writes one rank's files, one at a time: `save` takes a snapshot, a thread writes it.
 
-    The thread reports `{"id", "files", "dtypes"}`, or `{"id", "error"}`, as JSON; `files` are relative paths with sizes
-    and checksums.
+    The thread reports `{"id", "files"}`, or `{"id", "error"}`, as JSON; `files` are relative paths with sizes and
+    checksums.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class StateWriter:
     _thread: threading.Thread | None = None
     _shares: dict[str, tuple[Layout, list[Share]]] = field(default_factory=dict)
 
-    def save(self, file: RankFile, kinds: Kinds, dtypes: Mapping[str, str]) -> None:
+    def save(self, file: RankFile, kinds: Kinds) -> None:
         """Returns when the tensors may change; waits for the file before, which ends soon if its save was given up.
 
         Errors: CheckpointError when that takes too long.
@@ -123,7 +123,7 @@ class StateWriter:
         state = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         ordered = sorted(tensors, key=lambda one: -one[1].itemsize)  # keeps every tensor aligned
         self._take([*ordered, (_RANDOM, state)], {"id": file.id})
-        self._thread = threading.Thread(target=self._write, args=(file, dict(dtypes)), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(file,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def _share(self, kind: str, layout: Layout) -> list[Share]:
@@ -157,14 +157,14 @@ class StateWriter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _write(self, file: RankFile, dtypes: dict[str, str]) -> None:
+    def _write(self, file: RankFile) -> None:
         try:
             _partial(file).write_bytes(bytes(_RESERVED))  # so that an error can be reported from a full disk
             _check_finite(file.path, self._places)
             entries = {file.path: write_file(file.path, self._chunks(file), direct=True)}
             entries |= {path: write_file(path, (content,)) for path, content in file.extra.items()}
             names = {str(path.relative_to(file.report.parent)): asdict(entry) for path, entry in entries.items()}
-            _report(file, {"id": file.id, "files": names, "dtypes": dtypes})
+            _report(file, {"id": file.id, "files": names})
         except Exception as error:  # the driver must learn of any error
             self._failed(file, error)
 

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -34,6 +35,7 @@ _OUTPUT_LAYERS = ("lm_head", "embed_out", "output", "cls.predictions.decoder")
 _BUFFERS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 """Of older checkpoints, which transformers makes itself."""
 READ_ELEMENTS = 1 << 24  # elements read at a time, which bounds the memory beside the storage
+TRAINED = ("F64", "F32", "F16", "BF16")
 READABLE = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
 """Dtypes as safetensors spells them."""
 
@@ -134,6 +136,17 @@ class Checkpoint:
         _, _, rest = tensor.partition(".")
         left_out = rest if "." in rest else tensor
         return self.tensors.get(tensor) or self.entries.get(tensor) or self.entries.get(left_out)
+
+    def dtypes(self, tensors: Iterable[str]) -> dict[str, str]:
+        """The dtypes of canonical tensors as safetensors spells them: of those that the files lack, or have in a dtype
+        that holds no trained weights (float8, integers), that of most of their elements, or else F32."""
+        count = Counter[str]()
+        for entry in self.entries.values():
+            count[entry.dtype] += math.prod(entry.shape) if entry.dtype in TRAINED else 0
+        most = max(count, key=lambda dtype: count[dtype], default="F32")
+        most = most if most in TRAINED else "F32"
+        found = {name: self.find(name) for name in tensors}
+        return {name: entry.dtype if entry and entry.dtype in TRAINED else most for name, entry in found.items()}
 
     def missing(self, spec: Decoder) -> tuple[str, ...]:
         """Canonical tensors of `spec` that the files do not have: of a checked checkpoint at most the value head."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer.handshake import agree_dtypes, wire_device
+from hybridflow.engine3d.transfer.handshake import wire_device
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.checkpoint.reader import INDEX, SINGLE
 from hybridflow.engines.process_groups import gather
@@ -35,6 +35,8 @@ from hybridflow.errors import CheckpointError
 logger = logging.getLogger(__name__)
 Turn = Sequence[tuple[str, Sequence[str]]]
 """Files that are written at the same time, one by each rank, with their tensors."""
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+"""Of written files: one for all tensors, or by name."""
 MAX_FILE_BYTES = 4 << 30
 MIN_FILE_BYTES = 256 << 20  # smaller files are not worth another writer
 _WEIGHTS = (
@@ -59,15 +61,15 @@ def save_checkpoint(
     like: str | os.PathLike[str] | Mapping[str, bytes],
     group: dist.ProcessGroup | None = None,
     rank: int = 0,
-    dtype: torch.dtype | None = None,
+    dtypes: Dtypes = torch.float32,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write `layout`'s tensors to `directory`, with the config, generation config and tokenizer that `like` has.
 
     `like` is a directory, or what `read_beside` read of one; rank 0 looks at it only. Collective over `group` (`rank`
-    in it, as in the layout); `directory` is on a file system that all ranks share. Tensors keep their dtype unless
-    `dtype` is given, and the config says which. Each rank holds one file of at most `max_file_bytes` in memory at a
-    time (a single larger tensor is a file of its own). Everything is written beside `directory` and renamed when
+    in it, as in the layout); `directory` is on a file system that all ranks share. They are written in `dtypes`,
+    and the config says which most have. Each rank holds one file of at most `max_file_bytes` in memory at a time (a
+    single larger tensor is a file of its own). Everything is written beside `directory` and renamed when
     complete. A crash between the two renames of a replacement leaves the old checkpoint as `.<name>.replaced`; the next
     save puts it back first.
 
@@ -75,7 +77,7 @@ def save_checkpoint(
     reason, and says what is in `directory` now. Also when `like` has no config, or when `directory` exists and holds
     other things than a checkpoint.
     """
-    dtypes = _dtypes(layout, storage, group, rank, dtype)
+    dtypes = _by_name(dtypes, layout)
     nbytes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in layout.tensors.items()}
     files = file_contents(nbytes, group.size() if group is not None else 1, max_file_bytes)
 
@@ -136,7 +138,7 @@ def save_tensors(
     *,
     group: dist.ProcessGroup | None = None,
     rank: int = 0,
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    dtypes: Dtypes = torch.float32,
 ) -> None:
     """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
 
@@ -146,8 +148,7 @@ def save_tensors(
     def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
         execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
 
-    dtypes = dtypes or _dtypes(layout, storage, group, rank, None)
-    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
+    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=_by_name(dtypes, layout))
 
 
 def save_files(
@@ -217,13 +218,8 @@ def file_contents(
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _dtypes(
-    layout: Layout, storage: Mapping[str, Tensor], group: dist.ProcessGroup | None, rank: int, dtype: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    if dtype is not None:
-        return dict.fromkeys(layout.tensors, dtype)
-    regions = layout.regions(rank) if rank < layout.ranks else ()
-    return agree_dtypes(list(layout.tensors), {r.box.tensor: storage[r.storage].dtype for r in regions}, group)
+def _by_name(dtypes: Dtypes, layout: Layout) -> Mapping[str, torch.dtype]:
+    return dict.fromkeys(layout.tensors, dtypes) if isinstance(dtypes, torch.dtype) else dtypes
 
 
 def _of_files(turn: Turn, layout: Layout) -> Layout:
@@ -238,14 +234,20 @@ def _of_files(turn: Turn, layout: Layout) -> Layout:
 
 def _check_finite(tensors: Mapping[str, Tensor], rank: int) -> None:
     """Errors: CheckpointError naming the tensors with numbers that are not finite, and how many."""
-    found = []
+    found, overflow = [], True
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():
             known = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot compare float8
             if not all(end.isfinite() for end in known.aminmax()):  # makes no copy, as isfinite would
                 found.append(f"{name} ({int((~known.isfinite()).sum())})")
+                overflow = overflow and tensor.dtype == torch.float16 and not bool(known.isnan().any())
     if found:
         more = f" and {len(found) - 5} more tensors" if len(found) > 5 else ""
+        if overflow:
+            raise CheckpointError(
+                f"rank {rank} has weights beyond float16's largest number, 65504, in {', '.join(found[:5])}{more}: "
+                f'save them with dtype="bfloat16" or "float32".'
+            )
         raise CheckpointError(
             f"rank {rank} has weights that are not finite, in {', '.join(found[:5])}{more}: training has diverged, and "
             f"no model can start from these. Continue from an earlier checkpoint, with a lower lr."
@@ -276,7 +278,7 @@ def _json(value: dict) -> bytes:
 
 def _adapted(config: dict, dtype: torch.dtype, classifies: bool) -> dict:
     """The config of the weights that are saved: their dtype, and a one-label classifier where they have such a head."""
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or ("dtype",), str(dtype).removeprefix("torch."))
     if classifies:
         names = config.get("architectures") or []
         config["architectures"] = [re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", n) for n in names]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridflow.config import LoRA
+from hybridflow.config import DType, LoRA
 from hybridflow.engine3d.layout import Layout, Region
 from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
 from hybridflow.engines.checkpoint.writer import save_tensors, writing
@@ -152,8 +152,9 @@ class Adapters:
             for layer in layers:
                 layer.set_scale(_NAME, 1)
 
-    def save(self, directory: str | os.PathLike[str], base: str | os.PathLike[str]) -> None:
-        """Write them in peft's format, as those of the model `base`. Collective over the model group.
+    def save(self, directory: str | os.PathLike[str], base: str | os.PathLike[str], dtype: DType | None = None) -> None:
+        """Write them in peft's format and in `dtype` (float32), as those of the model `base`. Collective over the model
+        group.
 
         The directory is replaced as a whole when all is written. Errors: CheckpointError, on all ranks.
         """
@@ -168,7 +169,8 @@ class Adapters:
         tensors = {PREFIX + name: shape for name, shape in self.layout.tensors.items()}
         renamed = Layout(tensors, self.layout.ranks, regions, self.layout.part)
         who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
-        save_tensors(directory, renamed, self.storage, {WEIGHTS: list(tensors)}, start, **who)
+        written = getattr(torch, dtype or "float32")
+        save_tensors(directory, renamed, self.storage, {WEIGHTS: list(tensors)}, start, dtypes=written, **who)
 
     def config(self, base: str | os.PathLike[str]) -> bytes:
         """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""

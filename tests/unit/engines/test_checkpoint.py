@@ -383,11 +383,11 @@ def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, dtype):
     source = models["llama"]
     spec, name = spec_of(source), "model.norm.weight"
     weights = loaded(spec, source)
-    save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtype=dtype)
+    save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=dtype)
     weights[name][:2] = torch.tensor([math.nan, -math.inf])
     weights["lm_head.weight"][1, 0] = math.inf
     with pytest.raises(CheckpointError, match="rank 0 has weights that are not finite, in ") as caught:
-        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtype=dtype)
+        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=dtype)
     assert f"{name} (2)" in str(caught.value)
     assert "lm_head.weight (1)" in str(caught.value)
     assert "What was there before is unchanged" in str(caught.value)
@@ -398,10 +398,21 @@ def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, dtype):
 def test_another_dtype_is_written_and_announced(models, tmp_path):
     source = models["llama"]
     spec = spec_of(source)
-    save_checkpoint(tmp_path / "half", whole(spec), loaded(spec, source), like=source, dtype=torch.bfloat16)
+    save_checkpoint(tmp_path / "half", whole(spec), loaded(spec, source), like=source, dtypes=torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, state(source)["lm_head.weight"].bfloat16())
+
+
+def test_a_number_that_float16_cannot_hold_is_refused_by_name(models, tmp_path):
+    source = models["llama"]
+    spec, weights = spec_of(source), loaded(spec_of(source), source)
+    weights["model.norm.weight"][:2] = 7e4
+    for dtype in (torch.bfloat16, torch.float32):
+        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=dtype)
+    with pytest.raises(CheckpointError, match=r"beyond float16's.*model\.norm\.weight \(2\): save them with dtype="):
+        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=torch.float16)
+    assert state(tmp_path / "saved")["model.norm.weight"].dtype == torch.float32
 
 
 def test_a_critic_started_from_a_language_model_is_saved_as_a_classifier(models, tmp_path):
@@ -438,7 +449,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_and_the_next_one_cleans_u
     save_checkpoint(target, whole(spec), weights, like=source)
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(target, whole(spec), Failing(changed), like=source, max_file_bytes=60_000, dtype=torch.float32)
+        save_checkpoint(target, whole(spec), Failing(changed), like=source, max_file_bytes=60_000)
     assert list((tmp_path / ".saved.partial").glob("*.safetensors"))
     assert torch.equal(loaded(spec, target)["model.norm.weight"], weights["model.norm.weight"])
     save_checkpoint(target, whole(spec), changed, like=target, max_file_bytes=60_000)

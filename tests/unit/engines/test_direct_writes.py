@@ -69,7 +69,7 @@ def test_the_image_of_a_rank_is_aligned(tmp_path: Path, numel: int):
     regions = [Region(Box.whole("weight", (numel,)), "weight", (0,))]
     writer = StateWriter(0, torch.device("cpu"))
     file = RankFile(tmp_path / "rank.safetensors", tmp_path / ".report.json", "some-id")
-    writer.save(file, {"main": (Layout({"weight": (numel,)}, 1, lambda rank: regions), tensors)}, {})
+    writer.save(file, {"main": (Layout({"weight": (numel,)}, 1, lambda rank: regions), tensors)})
     assert writer._thread is not None
     assert writer._image is not None
     writer._thread.join()

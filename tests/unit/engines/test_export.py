@@ -98,7 +98,7 @@ def write_group(
         beside = {partial / name / beside_name(one): content for one, content in like.items()} if rank == 0 else {}
         state: Kinds = {kind: (layout, shards(tensors, layout, rank)) for kind, tensors in kinds.items()}
         saving = StateWriter(rank, torch.device("cpu"))
-        saving.save(RankFile(partial / file, report, "some-id", beside), state, dtypes)
+        saving.save(RankFile(partial / file, report, "some-id", beside), state)
         assert saving._thread is not None
         saving._thread.join()
         found = json.loads(report.read_text())
@@ -144,7 +144,8 @@ def same_files(one: Path, other: Path) -> None:
 def test_an_export_equals_a_save(models: dict[str, Path], tmp_path: Path, ranks: int, options: dict[str, Any]):
     for kind, model in models.items():
         path, parameters = write_run(tmp_path / kind, model, ranks=ranks, **options)
-        save_checkpoint(tmp_path / f"{kind}-saved", whole(spec_of(model)), parameters, like=model)
+        dtypes = {name: tensor.dtype for name, tensor in parameters.items()}
+        save_checkpoint(tmp_path / f"{kind}-saved", whole(spec_of(model)), parameters, like=model, dtypes=dtypes)
         assert hf.export(path, tmp_path / f"{kind}-out") == str(tmp_path / f"{kind}-out")
         same_files(tmp_path / f"{kind}-out", tmp_path / f"{kind}-saved")
 

@@ -120,7 +120,7 @@ def test_a_writer_saves_again_into_the_same_memory_and_after_a_change_of_layout(
         held = fill(layout, storages(layout, torch.float32), full)[0]
         (path, report) = tmp_path / f"{number}.safetensors", tmp_path / f".{number}.json"
         image = None if writer._image is None else writer._image.data_ptr()
-        writer.save(RankFile(path, report, "id"), {"main": (layout, held)}, {})
+        writer.save(RankFile(path, report, "id"), {"main": (layout, held)})
         for tensor in held.values():
             tensor.zero_()  # the snapshot is taken
         assert writer._thread is not None
@@ -276,7 +276,7 @@ def save_on(directory: Path, writer: StateWriter, megabytes: int) -> dict[str, o
     directory.mkdir()
     report = directory / ".actor-00000.json"
     kinds = {"main": (layout, {"w": torch.ones(megabytes << 18)})}
-    writer.save(RankFile(directory / "rank", report, "id", {directory / "config": b"c" * 9000}), kinds, {})
+    writer.save(RankFile(directory / "rank", report, "id", {directory / "config": b"c" * 9000}), kinds)
     assert writer._thread is not None
     writer._thread.join(60)
     assert not writer._thread.is_alive()
@@ -322,7 +322,7 @@ def test_a_disk_that_fills_up_at_any_file_is_reported(left, small_disk, monkeypa
         file.truncate(file.tell() - left)
     found = RankFile(small_disk / "a/rank", small_disk / "a/.r.json", "id", {small_disk / "a/config": b"c"})
     writer = StateWriter(0, CPU)
-    writer.save(found, {"main": (layout, {"w": torch.ones(4)})}, {})
+    writer.save(found, {"main": (layout, {"w": torch.ones(4)})})
     assert writer._thread is not None
     writer._thread.join(60)
     assert [path.name for path in (small_disk / "a").iterdir()] == [".r.json"]
@@ -346,7 +346,7 @@ def test_a_file_over_the_limit_of_the_process_is_reported(tmp_path):
 def test_a_save_that_was_given_up_ends_its_thread(tmp_path):
     writer = StateWriter(0, CPU)
     file = RankFile(tmp_path / "gone/rank", tmp_path / "gone/.r.json", "id")
-    writer.save(file, {}, {})
+    writer.save(file, {})
     assert writer._thread is not None
     writer._thread.join(60)
     assert not (tmp_path / "gone").exists()
@@ -365,12 +365,12 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
     given_up, after = tmp_path / "a", tmp_path / "b"
     given_up.mkdir(), after.mkdir()
     kinds = {"main": (layout, {"w": torch.ones(1 << 20)})}
-    writer.save(RankFile(given_up / "rank", given_up / ".r.json", "a"), kinds, {})
+    writer.save(RankFile(given_up / "rank", given_up / ".r.json", "a"), kinds)
     while not (given_up / "rank").exists():
         time.sleep(0.001)
     shutil.rmtree(given_up)
     threading.Timer(0.1, block.set).start()
-    writer.save(RankFile(after / "rank", after / ".r.json", "b"), kinds, {})
+    writer.save(RankFile(after / "rank", after / ".r.json", "b"), kinds)
     assert writer._thread is not None
     writer._thread.join(60)
     assert not given_up.exists()
@@ -393,7 +393,7 @@ def test_a_writer_writes_one_file_at_a_time(tmp_path, monkeypatch):
     writer._thread.start()
     try:
         with pytest.raises(CheckpointError, match="the checkpoint before it is still being written"):
-            writer.save(RankFile(tmp_path / "f", tmp_path / ".r.json", "id"), {}, {})
+            writer.save(RankFile(tmp_path / "f", tmp_path / ".r.json", "id"), {})
     finally:
         block.set()
         writer._thread.join()
