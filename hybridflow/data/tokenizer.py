@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, nearest
-from hybridflow.models.spec import check_no_code
+from hybridflow.models.spec import check_no_code, read_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +25,8 @@ logger = logging.getLogger(__name__)
 TokenizerLike: TypeAlias = "str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase"
 """What `as_tokenizer` takes."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 MOST_CHARACTERS = 1 << 22
 """Of one prompt: about a million tokens. Tokenizers take hundreds of bytes for each character."""
 _AT_ONCE = 1 << 20
@@ -254,17 +255,22 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     Errors: CheckpointError when the directory has no tokenizer or asks for code of its authors, and for a name that the
     hub does not give here.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     name, path = os.fspath(directory), Path(directory)
     named = not path.exists() and not path.is_absolute() and not name.startswith(".") and name.count("/") == 1
     if not named and not has_tokenizer(directory):
         raise CheckpointError(f"{directory} has no tokenizer: none of {', '.join(_FILES)} is there.")
     check_no_code(directory)
     files = () if named else (one.stat() for one in sorted(path.iterdir()) if one.is_file())
+    _check_special_tokens(path)
+    ends = _configured_ends(path)
     try:
-        return _loaded(name, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in files))
-    except (OSError, ValueError) as error:
+        return _loaded(name, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in files), frozenset(ends))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         if not named:
-            raise CheckpointError(f"the tokenizer of {directory} cannot be read: {error}.") from error
+            read = path / "config.json" if isinstance(error, StrictDataclassError) else f"the tokenizer of {directory}"
+            raise CheckpointError(f"{read} cannot be read: {' '.join(str(error).split())}.") from error
         raise CheckpointError(
             f"{name} is neither a directory nor a model whose tokenizer the hub gives here without "
             f"running code of its authors: {type(error).__name__}."
@@ -272,12 +278,22 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 
 @lru_cache(maxsize=2)
-def _loaded(name: str, versions: tuple[tuple[int, int, int], ...]) -> Tokenizer:
+def _loaded(name: str, versions: tuple[tuple[int, int, int], ...], ends: frozenset[int]) -> Tokenizer:
     """Shared by the parts of a process, as long as the directory's files have these `versions`."""
     from transformers import AutoTokenizer
 
     del versions
-    return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False), _configured_ends(Path(name)))
+    return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends)
+
+
+def _check_special_tokens(directory: Path) -> None:
+    """Errors: CheckpointError for a special token that is no text."""
+    for path in (directory / name for name in _TOKEN_FILES):
+        found = read_settings(path) if path.is_file() else {}
+        for key in [key for key in found if key in _TOKENS]:
+            token = found[key]["content"] if isinstance(found[key], dict) and "content" in found[key] else found[key]
+            if not isinstance(token, str | None):
+                raise CheckpointError(f"{path} has {key}={found[key]!r}. Give the text of a token.")
 
 
 def end_token_ids(directory: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -293,7 +309,7 @@ def end_token_ids(directory: str | os.PathLike[str]) -> tuple[int, ...]:
 def _configured_ends(directory: Path) -> set[int]:
     ends = set[int]()
     for name in ("generation_config.json", "config.json"):
-        found = json.loads(path.read_text()).get("eos_token_id") if (path := directory / name).is_file() else None
+        found = read_settings(path).get("eos_token_id") if (path := directory / name).is_file() else None
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(one) is int and one >= 0 for one in ids):
             raise CheckpointError(f"{path} has eos_token_id={found!r}. Give the id of a token, or a list of them.")

@@ -267,18 +267,19 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} is not a Hugging Face checkpoint directory: {path} does not exist.")
-    config = _read_json(path)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds a {type(config).__name__}, not the settings of a model.")
     check_no_code(directory)
-    return config
+    return read_settings(path)
 
 
-def _read_json(path: Path) -> Any:
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file of settings. Errors: CheckpointError when it is none."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not the settings of a model.")
+    return found
 
 
 _SETTINGS_FILES = tuple(
@@ -294,7 +295,7 @@ def check_no_code(directory: str | os.PathLike[str]) -> None:
     Also where transformers has a class for the same `model_type`: it may compute something else.
     """
     for path in (Path(directory) / name for name in _SETTINGS_FILES):
-        if path.is_file() and (found := next(_code(_read_json(path)), None)) is not None:
+        if path.is_file() and (found := next(_code(read_settings(path)), None)) is not None:
             raise CheckpointError(
                 f"{path} asks by {found[0]!r} for code of the model's authors, {found[1]!r:.200}, which hybridflow "
                 f"never runs. If transformers has a class of its own for this model and computes the same, delete the "
@@ -328,7 +329,9 @@ _LLAMA3 = ("factor", "high_freq_factor", "low_freq_factor", "original_max_positi
 def _rope(config: Mapping[str, Any]) -> tuple[float, str, dict[str, float]]:
     """Theta, kind and the kind's other parameters, read as transformers does: `rope_scaling`, as older checkpoints
     call it, replaces `rope_parameters`. Errors: ModelError for a parameter that would be left out."""
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"config.json has the rope parameters {rope!r}: they must be a mapping.")
     rope = {name: value for name, value in rope.items() if value is not None}
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     legacy = rope.pop("type", None)

@@ -330,3 +330,32 @@ def test_the_end_tokens_of_a_directory_are_those_of_tokenizer_and_both_configs(t
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(CheckpointError, match=r"generation_config.json has eos_token_id='</s>'"):
         end_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "said"),
+    [
+        ("config.json", "eos_token_id", "</s>", "has eos_token_id='</s>'"),
+        ("config.json", "eos_token_id", [1, "x"], r"has eos_token_id=\[1, 'x'\]"),
+        ("config.json", "bos_token_id", "<s>", "cannot be read: .*'bos_token_id' with value '<s>'"),
+        ("config.json", "hidden_size", "64", "cannot be read: .*'hidden_size' expected int, got str"),
+        ("generation_config.json", "eos_token_id", {"a": 1}, "has eos_token_id={'a': 1}"),
+        ("tokenizer_config.json", "eos_token", 1, "has eos_token=1. Give the text"),
+        ("tokenizer_config.json", "pad_token", {"a": 1}, "has pad_token={'a': 1}"),
+        ("tokenizer_config.json", "added_tokens_decoder", "x", "^the tokenizer of .* cannot be read"),
+        ("special_tokens_map.json", "bos_token", [1], r"has bos_token=\[1\]"),
+        ("tokenizer_config.json", None, [], "holds a list, not the settings"),
+        ("generation_config.json", None, None, "holds a NoneType, not the settings"),
+        ("special_tokens_map.json", None, 3, "holds a int, not the settings"),
+        ("tokenizer.json", None, None, "^the tokenizer of .* cannot be read"),
+    ],
+)
+def test_settings_of_another_type_are_refused_with_their_file(tmp_path, file, key, value, said):
+    SMALL.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 7}))
+    path = tmp_path / file
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(value if key is None else {**found, key: value}))
+    where = "" if said.startswith("^") else f"{file} "
+    with pytest.raises(CheckpointError, match=where + said):
+        load_tokenizer(tmp_path)
