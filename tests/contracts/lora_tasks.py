@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.checkpoint.writer import save_checkpoint
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.checkpoint.writer import save_checkpoint, saved_dtypes
 from hybridflow.models.hf_spec import read_spec
 from tests.contracts import engine_tasks as tasks
 from tests.contracts.example_models import loss_of, make_batch
@@ -50,8 +51,9 @@ def updates(
     found["merged"] = boxes(engine, engine.layout(), engine.storage())
     everyone = engine.context.groups.everyone()
     if save.name:
-        layout, storage = engine.layout(), engine.storage()
-        save_checkpoint(save / "whole", layout, storage, like=path, group=everyone, rank=world.rank)
+        (layout, storage), known = engine.exact_weights(), Checkpoint(path).dtypes(spec.tensors())
+        who = {"group": everyone, "rank": world.rank}
+        save_checkpoint(save / "whole", layout, storage, like=path, dtypes=saved_dtypes(known, None), **who)
     adapters.restore()
     assert all(engine.storage()[key].equal(frozen[key]) for key in names), "restored to other bits"
     adapters.save(save / "adapters", path)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridflow.config import FSDP, SGD, Adam, LoRA
@@ -132,6 +134,34 @@ def assert_saved(save: Path, path: Path, head: str, adapters: dict[str, Tensor],
         here = reference(again.base_model.model, head, make_batch())[name].values
         there = reference(load_model(save / "whole", head), head, make_batch())[name].values
     assert float((here - there).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), FSDP(replicate=2)], ids=["fsdp-2", "hsdp-2x1"])
+@pytest.mark.parametrize(
+    ("files", "computes"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
+)
+def test_a_merged_save_is_the_model_and_its_adapters(processes, models, starts, tmp_path, strategy, files, computes):
+    """Names and dtypes are those of the files; the values are rounded as the frozen model is that computes."""
+    key, path = KEYS[0], tmp_path / "model"
+    load_model(models[key]).to(getattr(torch, files)).save_pretrained(path)
+    trains = replace(strategy, dtype=computes, lora=lora(starts[key]))
+    processes.run(2, tasks.updates, processes.name(), trains, 2, path, "lm", SGD(lr=0.0), 0, tmp_path)
+    before, found = (load_file(one / "model.safetensors") for one in (path, tmp_path / "whole"))
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
+    adapters, changed = load_file(starts[key] / "adapter_model.safetensors"), 0
+    for name, tensor in before.items():
+        want, module = tensor.to(getattr(torch, computes)), f"base_model.model.{name.removesuffix('.weight')}"
+        if (a := adapters.get(f"{module}.lora_A.weight")) is not None:
+            change = ALPHA / RANK * (adapters[f"{module}.lora_B.weight"] @ a)
+            want, changed = (want.float() + change).to(want.dtype), changed + 1
+        apart = (found[name].float() - want.float()).abs() / want.float().abs().clamp(min=1e-3)
+        assert float(apart.max()) <= (1e-5 if computes == "float32" else 2**-7), name  # one unit in the last place
+    assert changed == len(adapters) // 2 > 0
+    if computes == "float32":
+        with torch.no_grad():
+            here = reference(peft_model(path, "lm", starts[key]).base_model.model, "lm", make_batch())["log_probs"]
+            there = reference(load_model(tmp_path / "whole"), "lm", make_batch())["log_probs"]
+        assert float((here.values - there.values).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["fsdp-4", "hsdp-2x2", "fsdp-1"])
