@@ -40,15 +40,23 @@ FUSED_LINEAR: dict[str, tuple[str, ...]] = {
 
 VLLM_ONLY: dict[str, Any] = {
     **dict.fromkeys(("attention_bias", "bias", "mlp_bias", "qkv_bias", "qk_norm", "use_qk_norm", "score_bias"), False),
-    **dict.fromkeys(("attention_sinks", "ada_rms_norm_t_cond", "use_bidirectional_attention", "use_mrope"), False),
+    **dict.fromkeys(("attention_sinks", "ada_rms_norm_t_cond", "use_bidirectional_attention"), False),
     **dict.fromkeys(("is_matryoshka", "is_mm_prefix_lm", "attn_temperature_tuning", "rotary"), False),
+    **dict.fromkeys(("layer_scale", "swa_attention_sink_enabled", "add_swa_attention_sink_bias"), False),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "rswa_window", "attention_chunk_size", "chunk_size"), 0),
+    "shared_expert_intermediate_size": 0,
+    "norm_eps": 1e-5,
+    "hidden_activation": "gelu_pytorch_tanh",
     **dict.fromkeys(("logit_scale", "moe_layer_freq", "n_group", "topk_group"), 1),
-    **dict.fromkeys(("is_causal", "route_norm"), True),
+    **dict.fromkeys(("is_causal", "route_norm", "attn_output_gate", "use_moe"), True),
     **dict.fromkeys(("attn_config", "block_configs", "compression_config", "dual_chunk_attention_config"), None),
     **dict.fromkeys(("head_dtype", "hidden_size_per_head", "hybrid_layer_pattern", "index_topk", "kv_lora_rank"), None),
     **dict.fromkeys(("layer_rope_theta", "layer_types", "llama_4_scaling", "no_rope_layers", "rotary_dim"), None),
     **dict.fromkeys(("rope_local_base_freq", "swa_rope_parameters", "target_layer_count", "attn_scale"), None),
+    **dict.fromkeys(
+        ("attn_rotary_emb", "moe_router_dtype", "rms_norm_eps", "rope_parameters", "sliding_windows"), None
+    ),
+    **dict.fromkeys(("sliding_windows", "swa_rope_theta", "swa_v_head_dim", "swiglu_limits"), None),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), None),
     **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"), None),
 }
