@@ -29,6 +29,13 @@ _SMALL: dict[str, Any] = {
 }
 
 
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "greedy", "first_k_dense_replace": 2},  # no experts: they are another matter
+    "nemotron": {"num_key_value_heads": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+}
+
+
 def small(family: str) -> dict[str, Any]:
     """The family's default config with few parameters; what it says of each layer it says of the first and last."""
     known = CONFIG_MAPPING[family]
@@ -40,8 +47,7 @@ def small(family: str) -> dict[str, Any]:
         elif isinstance(value, list) and len(value) == layers:
             given[name] = [value[0], value[-1]]
     given.update(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None))
-    if family == "deepseek_v2":
-        given |= {"topk_method": "greedy", "first_k_dense_replace": 2}  # no experts: they are another matter
+    given |= _OF_FAMILY.get(family, {})
     return given
 
 

@@ -143,11 +143,20 @@ def test_no_variation_differs_in_silence(process, tmp_path, name):
 
 AGREE = (
     "cohere ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text gpt-sw3 gpt2 granite granite_swa granitemoe "
-    "granitemoe_swa granitemoeshared hyperclovax"
+    "granitemoe_swa granitemoeshared hyperclovax minicpm3 ministral3 mixtral olmoe opt phi3 qwen2_moe qwen3_moe "
+    "stablelm"
 )
 DIFFER = {
     "cohere2": "refused: ModelError: vLLM computes cohere2 with windows of sliding_window + 1",
     "deepseek_v2": "computes the latent attention of deepseek_v2 wrongly",
+    "mamba": "has no attention heads",
+    "mimo_v2_flash": "e_score_correction_bias, which is no parameter",
+    "minimax_m2": "e_score_correction_bias, which is no parameter",
+    "nemotron_h": "transformers does not take this nemotron_h config.json",
+    **{
+        family: f"does not compute the linear attention of {family}"
+        for family in ("olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    },
 }
 
 

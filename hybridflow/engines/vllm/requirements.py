@@ -63,6 +63,11 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
             f"vLLM computes {spec.family} with windows of sliding_window + 1 tokens, training with sliding_window. "
             f"Train it without generation, or use a model without windows."
         )
+    if device_type == "cpu" and "linear_attention" in _kinds(spec):
+        raise ModelError(
+            f"vLLM on CPU does not compute the linear attention of {spec.family} in float32. Train it without "
+            f"generation, or generate on CUDA."
+        )
     if device_type == "cpu" and head_dim(spec) not in CPU_HEAD_DIMS:
         raise ModelError(
             f"vLLM on CPU runs heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions, this model has "
