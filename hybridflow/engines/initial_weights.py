@@ -1,4 +1,4 @@
-"""InitialWeights: what a model begins with, from a checkpoint or drawn, equal however it is split."""
+"""Weights that a model begins with, from a checkpoint or drawn, equal however it is split."""
 
 from __future__ import annotations
 
@@ -16,26 +16,22 @@ from hybridflow.engines.contract import Uninitialized
 from hybridflow.models.hf_spec import Decoder
 
 STANDARD_DEVIATION = 0.02
+Origin = str | Path | Uninitialized | None
 
 
-class InitialWeights:
-    """Those of a Hugging Face directory; without one those of `initialise`; with UNINITIALIZED none."""
+def fill(spec: Decoder, checkpoint: Origin, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
+    """With the weights of a Hugging Face directory, without one those of `initialise`; UNINITIALIZED: not at all."""
+    if checkpoint is None:
+        initialise(layout, rank, storage, spec.zeros)
+    elif not isinstance(checkpoint, Uninitialized):
+        Checkpoint(checkpoint).read_into(layout, rank, storage)
 
-    def __init__(self, spec: Decoder, checkpoint: str | Path | Uninitialized | None) -> None:
-        self._spec, self._drawn = spec, checkpoint is None
-        self._files = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else None
 
-    def fill(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
-        if self._drawn:
-            initialise(layout, rank, storage, self._spec.zeros)
-        elif self._files is not None:
-            self._files.read_into(layout, rank, storage)
-
-    def rounded_to(self, dtype: torch.dtype) -> bool:
-        """Whether they may have more bits than `dtype`."""
-        if self._files is None:
-            return self._drawn
-        return set(self._files.dtypes(self._spec.tensors()).values()) != {dtype_name(dtype)}
+def rounded(spec: Decoder, checkpoint: Origin, dtype: torch.dtype) -> bool:
+    """Whether these weights may have more bits than `dtype`."""
+    if not isinstance(checkpoint, str | Path):
+        return checkpoint is None
+    return set(Checkpoint(checkpoint).dtypes(spec.tensors()).values()) != {dtype_name(dtype)}
 
 
 def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: Collection[str] = frozenset()) -> None:

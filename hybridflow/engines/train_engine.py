@@ -27,7 +27,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Operations, Replicas, StepCheck
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
-from hybridflow.engines.initial_weights import InitialWeights
+from hybridflow.engines.initial_weights import fill, rounded
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
 from hybridflow.engines.pipeline_turn import PipelineTurn
@@ -89,14 +89,13 @@ class TrainEngine:
             if not isinstance(checkpoint, Uninitialized):
                 for tensor in self.storage().values():
                     tensor.zero_()  # including vocabulary padding
-            begin = InitialWeights(spec, checkpoint)
-            begin.fill(self._layout, context.rank, self.storage())
+            fill(spec, checkpoint, self._layout, context.rank, self.storage())
             if self.adapters is not None:
                 self.adapters.start()
             self.weights_loaded()
-            if self.restorable and begin.rounded_to(compute_dtype(strategy, context.device)):
+            if self.restorable and rounded(spec, checkpoint, compute_dtype(strategy, context.device)):
                 layout, main = self.exact_weights()
-                begin.fill(layout, context.rank, main)
+                fill(spec, checkpoint, layout, context.rank, main)
         except Exception:
             self.close()
             raise

@@ -23,15 +23,14 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import REDUCTIONS, agree
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.engines.checkpoint.saved_dtypes import check_dtype, kept_in_float32, saved_dtypes
-from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
+from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_checkpoint, saved_dtypes
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
-from hybridflow.models.hf_spec import Decoder, TransformersSpec, check_reading, read_spec, use_of
+from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
 from hybridflow.settings import require
@@ -351,9 +350,8 @@ class ModelWorker(Worker):
                 engine.adapters.save(path, self.checkpoint, dtype)
                 return str(path)
             self._merge()
-            wide = kept_in_float32(self.spec.config, self._dtypes) if isinstance(self.spec, TransformersSpec) else ()
-            dtypes, rank = saved_dtypes(self._dtypes, dtype, wide), self.context.rank
-            layout, storage = engine.exact_weights()
+            dtypes = saved_dtypes(self._dtypes, dtype, getattr(self.spec, "config", None))
+            (layout, storage), rank = engine.exact_weights(), self.context.rank
             save_checkpoint(path, layout, storage, like=self._beside, group=group, rank=rank, dtypes=dtypes)
         return str(path)
 

@@ -17,8 +17,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.engines.checkpoint.saved_dtypes import saved_dtypes
-from hybridflow.engines.checkpoint.writer import save_checkpoint
+from hybridflow.engines.checkpoint.writer import save_checkpoint, saved_dtypes
 from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import read_spec

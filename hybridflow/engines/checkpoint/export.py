@@ -24,8 +24,15 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import SavedTensors
-from hybridflow.engines.checkpoint.saved_dtypes import check_dtype, kept_in_float32, saved_dtypes
-from hybridflow.engines.checkpoint.writer import Turn, file_contents, save_files, write_beside, write_files
+from hybridflow.engines.checkpoint.writer import (
+    Turn,
+    check_dtype,
+    file_contents,
+    save_files,
+    saved_dtypes,
+    write_beside,
+    write_files,
+)
 from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
 from hybridflow.errors import CheckpointError, ConfigError, nearest
 
@@ -103,9 +110,9 @@ def _group(path: Path, manifest: CheckpointManifest, group: str) -> SavedGroup:
 def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTensors, dtype: DType | None) -> None:
     shapes = dict(saved.tensors)
     beside = {beside_path(name): (checkpoint / name).read_bytes() for name in saved.beside}
-    wide = () if dtype is None or CONFIG in beside else kept_in_float32(json.loads(beside["config.json"]), shapes)
+    config = None if CONFIG in beside else json.loads(beside["config.json"])
     known = {name: saved.dtypes.get(name, saved.dtypes.get("", "F32")) for name in shapes}
-    dtypes = saved_dtypes(known, dtype, wide)
+    dtypes = saved_dtypes(known, dtype, config)
     prefix = PREFIX if CONFIG in beside else ""
     named = {prefix + name: name for name in shapes}
     nbytes = {new: math.prod(shapes[name]) * dtypes[name].itemsize for new, name in named.items()}

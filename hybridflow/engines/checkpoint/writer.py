@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,19 +25,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridflow.config import DType
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.handshake import wire_device
 from hybridflow.engine3d.transfer.transfer import execute
+from hybridflow.engines.checkpoint.rank_state import torch_dtype
 from hybridflow.engines.checkpoint.reader import INDEX, SINGLE
 from hybridflow.engines.process_groups import gather
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.models.hf_spec import hf_config
 
 logger = logging.getLogger(__name__)
 Turn = Sequence[tuple[str, Sequence[str]]]
 """Files that are written at the same time, one by each rank, with their tensors."""
-Dtypes = torch.dtype | Mapping[str, torch.dtype]
-"""Of written files: one for all tensors, or by name."""
 MAX_FILE_BYTES = 4 << 30
 MIN_FILE_BYTES = 256 << 20  # smaller files are not worth another writer
 _WEIGHTS = (
@@ -61,23 +63,23 @@ def save_checkpoint(
     like: str | os.PathLike[str] | Mapping[str, bytes],
     group: dist.ProcessGroup | None = None,
     rank: int = 0,
-    dtypes: Dtypes = torch.float32,
+    dtypes: Mapping[str, torch.dtype] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write `layout`'s tensors to `directory`, with the config, generation config and tokenizer that `like` has.
 
     `like` is a directory, or what `read_beside` read of one; rank 0 looks at it only. Collective over `group` (`rank`
-    in it, as in the layout); `directory` is on a file system that all ranks share. They are written in `dtypes`,
-    and the config says which most have. Each rank holds one file of at most `max_file_bytes` in memory at a time (a
-    single larger tensor is a file of its own). Everything is written beside `directory` and renamed when
-    complete. A crash between the two renames of a replacement leaves the old checkpoint as `.<name>.replaced`; the next
-    save puts it back first.
+    in it, as in the layout); `directory` is on a file system that all ranks share. Tensors are written in `dtypes`
+    (float32 without), and the config says which most have. Each rank holds one file of at most `max_file_bytes` in
+    memory at a time (a single larger tensor is a file of its own). Everything is written beside `directory` and renamed
+    when complete. A crash between the two renames of a replacement leaves the old checkpoint as `.<name>.replaced`; the
+    next save puts it back first.
 
     Errors: CheckpointError, the same on all ranks, when a rank cannot write: it names the rank, the file and the
     reason, and says what is in `directory` now. Also when `like` has no config, or when `directory` exists and holds
     other things than a checkpoint.
     """
-    dtypes = _by_name(dtypes, layout)
+    dtypes = dtypes or dict.fromkeys(layout.tensors, torch.float32)
     nbytes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in layout.tensors.items()}
     files = file_contents(nbytes, group.size() if group is not None else 1, max_file_bytes)
 
@@ -138,7 +140,7 @@ def save_tensors(
     *,
     group: dist.ProcessGroup | None = None,
     rank: int = 0,
-    dtypes: Dtypes = torch.float32,
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
 
@@ -148,7 +150,7 @@ def save_tensors(
     def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
         execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
 
-    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=_by_name(dtypes, layout))
+    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
 
 
 def save_files(
@@ -218,8 +220,28 @@ def file_contents(
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _by_name(dtypes: Dtypes, layout: Layout) -> Mapping[str, torch.dtype]:
-    return dict.fromkeys(layout.tensors, dtypes) if isinstance(dtypes, torch.dtype) else dtypes
+def check_dtype(dtype: Any) -> None:
+    """Errors: ConfigError for a dtype that weights are not saved in."""
+    if dtype is not None and not (isinstance(dtype, str) and dtype in get_args(DType)):
+        raise ConfigError(
+            f"dtype={dtype!r}: weights are saved as {', '.join(map(repr, get_args(DType)))}, or, with None, in the "
+            f"dtypes of the files that the model came from."
+        )
+
+
+def saved_dtypes(
+    files: Mapping[str, str], dtype: DType | None, config: Mapping[str, Any] | None = None
+) -> dict[str, torch.dtype]:
+    """By tensor the dtype to save it in: that of `files`, as safetensors spells it; or `dtype`, and float32 for what
+    transformers computes so in a model of `config` whose rest has 16 bits (routers, decays of recurrent layers)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if dtype is None:
+        return {name: torch_dtype(found) for name, found in files.items()}
+    model: Any = None if config is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config(config))]
+    kept = () if model is None else (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+    wide = re.compile("|".join(rf"(^|\.){re.escape(part)}(\.|$)" for part in kept) or "$^")
+    return {name: torch.float32 if wide.search(name) else getattr(torch, dtype) for name in files}
 
 
 def _of_files(turn: Turn, layout: Layout) -> Layout:

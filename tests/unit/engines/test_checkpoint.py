@@ -310,6 +310,10 @@ def test_files_hold_every_tensor_in_order_within_the_limit(nbytes, writers, larg
     assert len(files) == 1 or sum(nbytes.values()) > min(largest, smallest)
 
 
+def every(spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return dict.fromkeys(spec.tensors(), dtype)
+
+
 def loaded(spec: ModelSpec, directory: Path) -> dict[str, torch.Tensor]:
     Checkpoint(directory).read_into(whole(spec), 0, storage := empty(whole(spec), 0))
     return storage
@@ -383,11 +387,11 @@ def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, dtype):
     source = models["llama"]
     spec, name = spec_of(source), "model.norm.weight"
     weights = loaded(spec, source)
-    save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=dtype)
+    save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=every(spec, dtype))
     weights[name][:2] = torch.tensor([math.nan, -math.inf])
     weights["lm_head.weight"][1, 0] = math.inf
     with pytest.raises(CheckpointError, match="rank 0 has weights that are not finite, in ") as caught:
-        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=dtype)
+        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=every(spec, dtype))
     assert f"{name} (2)" in str(caught.value)
     assert "lm_head.weight (1)" in str(caught.value)
     assert "What was there before is unchanged" in str(caught.value)
@@ -398,7 +402,13 @@ def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, dtype):
 def test_another_dtype_is_written_and_announced(models, tmp_path):
     source = models["llama"]
     spec = spec_of(source)
-    save_checkpoint(tmp_path / "half", whole(spec), loaded(spec, source), like=source, dtypes=torch.bfloat16)
+    save_checkpoint(
+        tmp_path / "half",
+        whole(spec),
+        loaded(spec, source),
+        like=source,
+        dtypes=every(spec, torch.bfloat16),
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, state(source)["lm_head.weight"].bfloat16())
@@ -409,9 +419,9 @@ def test_a_number_that_float16_cannot_hold_is_refused_by_name(models, tmp_path):
     spec, weights = spec_of(source), loaded(spec_of(source), source)
     weights["model.norm.weight"][:2] = 7e4
     for dtype in (torch.bfloat16, torch.float32):
-        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=dtype)
+        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=every(spec, dtype))
     with pytest.raises(CheckpointError, match=r"beyond float16's.*model\.norm\.weight \(2\): save them with dtype="):
-        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=torch.float16)
+        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtypes=every(spec, torch.float16))
     assert state(tmp_path / "saved")["model.norm.weight"].dtype == torch.float32
 
 

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import save_file
 
 from hybridflow.engines.checkpoint.reader import SINGLE, Checkpoint
-from hybridflow.engines.checkpoint.saved_dtypes import check_dtype, kept_in_float32, saved_dtypes
+from hybridflow.engines.checkpoint.writer import check_dtype, saved_dtypes
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import TransformersSpec
 
@@ -28,17 +28,13 @@ def test_the_dtypes_are_those_of_the_files(tmp_path):
     }
 
 
-def test_another_dtype_holds_for_all_but_what_the_family_keeps():
-    files, kept = dict.fromkeys(NAMES, "F32"), NAMES[2]
-    found = saved_dtypes(files, "float16", {kept})
-    assert found == {name: torch.float32 if name == kept else torch.float16 for name in NAMES}
-
-
-def test_what_transformers_keeps_in_float32():
+def test_another_dtype_holds_for_all_but_what_transformers_keeps_in_float32():
+    assert {*saved_dtypes(dict.fromkeys(NAMES, "F32"), "float16").values()} == {torch.float16}
+    assert {*saved_dtypes(dict.fromkeys(NAMES, "BF16"), "float32").values()} == {torch.float32}
     config = transformers.Ernie4_5_MoeConfig(**SIZES, moe_num_experts=2, moe_layer_start_index=0).to_dict()
-    found = kept_in_float32(config, TransformersSpec.of(config).tensors())
-    assert {name.rpartition("mlp.")[2] for name in found} == {"gate.weight", "moe_statics.e_score_correction_bias"}
-    assert not kept_in_float32(transformers.LlamaConfig().to_dict(), NAMES)
+    found = saved_dtypes(dict.fromkeys(TransformersSpec.of(config).tensors(), "F32"), "bfloat16", config)
+    kept = {name.rpartition("mlp.")[2] for name, dtype in found.items() if dtype == torch.float32}
+    assert kept == {"gate.weight", "moe_statics.e_score_correction_bias"}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bf16", torch.bfloat16, 16, ["float16"]])
