@@ -272,7 +272,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file of settings. Errors: CheckpointError when it is none."""
+    """The settings in a JSON file. Errors: CheckpointError when it has something else."""
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

@@ -169,8 +169,9 @@ class Adapters:
         tensors = {PREFIX + name: shape for name, shape in self.layout.tensors.items()}
         renamed = Layout(tensors, self.layout.ranks, regions, self.layout.part)
         who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
-        dtypes = dict.fromkeys(tensors, getattr(torch, dtype or "float32"))
-        save_tensors(directory, renamed, self.storage, {WEIGHTS: list(tensors)}, start, dtypes=dtypes, **who)
+        kind: torch.dtype = getattr(torch, dtype or "float32")
+        dtypes, files = dict.fromkeys(tensors, kind), {WEIGHTS: list(tensors)}
+        save_tensors(directory, renamed, self.storage, files, start, dtypes=dtypes, **who)
 
     def config(self, base: str | os.PathLike[str]) -> bytes:
         """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""

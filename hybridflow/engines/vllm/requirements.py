@@ -63,7 +63,7 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
             f"vLLM computes {spec.family} with windows of sliding_window + 1 tokens, training with sliding_window. "
             f"Train it without generation, or use a model without windows."
         )
-    if device_type == "cpu" and "linear_attention" in _kinds(spec):
+    if device_type == "cpu" and spec.family in _DELTA_RULE:
         raise ModelError(
             f"vLLM on CPU does not compute the linear attention of {spec.family} in float32. Train it without "
             f"generation, or generate on CUDA."
@@ -206,6 +206,7 @@ _FAMILIES = frozenset(_NAMES.split())
 transformers' modules are not among them: it changes those classes for the whole process, in which they train."""
 _UNIFORM = ("qwen2", "qwen3")  # vLLM's classes of these assert that all layers have the same window
 _WIDER = ("cohere2", "cohere2_moe")
+_DELTA_RULE = ("kimi_linear", "olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 
 
 def architecture(spec: Decoder) -> str:
