@@ -53,9 +53,7 @@ VLLM_ONLY: dict[str, Any] = {
     **dict.fromkeys(("head_dtype", "hidden_size_per_head", "hybrid_layer_pattern", "index_topk", "kv_lora_rank"), None),
     **dict.fromkeys(("layer_rope_theta", "layer_types", "llama_4_scaling", "no_rope_layers", "rotary_dim"), None),
     **dict.fromkeys(("rope_local_base_freq", "swa_rope_parameters", "target_layer_count", "attn_scale"), None),
-    **dict.fromkeys(
-        ("attn_rotary_emb", "moe_router_dtype", "rms_norm_eps", "rope_parameters", "sliding_windows"), None
-    ),
+    **dict.fromkeys(("attn_rotary_emb", "moe_router_dtype", "rms_norm_eps", "rope_parameters"), None),
     **dict.fromkeys(("sliding_windows", "swa_rope_theta", "swa_v_head_dim", "swiglu_limits"), None),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), None),
     **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"), None),
@@ -66,13 +64,13 @@ transformers' config of a family lacks such a key, the model that trains would n
 
 def vllm_only_keys(config: Mapping[str, Any], known: type) -> dict[str, Any]:
     """The keys of a `config.json` that vLLM follows and transformers' config class `known` does not have."""
+    plain = known()
     return {
         key: value
         for key, value in config.items()
         if key in VLLM_ONLY
-        and not hasattr(known, key)
+        and not hasattr(plain, key)
         and key not in getattr(known, "attribute_map", {})
-        and key not in getattr(known, "__dataclass_fields__", {})
         and value is not None
         and value != VLLM_ONLY[key]
         and not (key == "layer_types" and set(value) == {"full_attention"})
