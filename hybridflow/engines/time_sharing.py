@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from hybridflow.engines.pipeline_turn import UPDATE_THREAD, PipelineTurn
 from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.engines.train_engine import TrainEngine
@@ -100,8 +102,17 @@ class SharedStages:
             Work(micro_batches=counts, forward=time, backward=2 * time)
             for counts, time in zip(works, times, strict=True)
         ]
-        self.schedule = together(context.grid.p, tuple(planned), at_once=True)
+        self.schedule = self._schedule(tuple(planned), planning)
         return live, self.schedule.stages[context.coords.p]
+
+    def _schedule(self, works: tuple[Work, ...], planning: dist.ProcessGroup) -> Schedule:
+        """The last schedule where the works are the same, else one that the first rank searches for all."""
+        context = self._context
+        if context.schedule[0] != works:
+            found = [together(context.grid.p, works, at_once=True) if context.rank == 0 else None]
+            dist.broadcast_object_list(found, group=planning, group_src=0)
+            context.schedule = works, found[0]
+        return context.schedule[1]
 
     def _run_alone(self, turn: PipelineTurn) -> None:
         """All mini-batches of an update, before those of others."""
