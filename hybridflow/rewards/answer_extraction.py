@@ -119,17 +119,22 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n{text[-_TAIL:]}"
 
 
-def _without_thoughts(text: str) -> str:
-    """The text behind the last closed thoughts and in front of open ones."""
-    closed, before, opened = 0, 0, -1
+def thoughts(text: str) -> tuple[int, int, int | None]:
+    """Where the last closed thoughts end, where their closing tag begins, and where thoughts begin that never end."""
+    closed, before, opened = 0, 0, None
     for tag in THOUGHTS.finditer(text):
         if tag["end"] or tag["over"]:
-            closed, before, opened = tag.end(), tag.start(), -1
-        elif opened < 0:
+            closed, before, opened = tag.end(), tag.start(), None
+        elif opened is None:
             opened = tag.start()
-    if opened >= 0:
-        return text[closed:opened]
-    return text[closed:] if not closed or text[closed:].strip() else text[:before]
+    return closed, before, opened
+
+
+def _without_thoughts(text: str) -> str:
+    """The text behind the last closed thoughts and in front of open ones."""
+    closed, before, opened = thoughts(text)
+    said = text[closed:opened]
+    return said if opened is not None or not closed or said.strip() else text[:before]
 
 
 def _last(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
