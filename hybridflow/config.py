@@ -342,13 +342,11 @@ class Mismatch:
 
     Both are of one policy if the weights are, so `compute_log_prob` compares `log_probs` of the rows with its result,
     in the first iteration, the first with trained weights, and the first after `hf.load` and after `hf.sync_weights`.
-    In loops without it `update_actor` computes those of its first mini-batch then, before any step.
-    Above `warn`, or if the mean of one row is above `refuse`, it logs a warning with the rows; above `refuse` it raises
-    a MismatchError, so that no update reads the result. None: never.
+    In loops without it `update_actor` computes those of its first mini-batch, before any step. Above `warn`, or if the
+    mean of one row is above `refuse`, there is a warning with the rows; above `refuse` a MismatchError. None: never.
 
     Compared are rows that the actor's present weights have sampled, as the driver's calls say, and not stale rows, rows
-    of a stream with `max_staleness` above 0 after the first sync (docs/asynchronous.md), edited rows, and rows from
-    elsewhere. `log_probs` are
+    of a stream with `max_staleness` above 0 after the first sync, edited rows, and rows from elsewhere. `log_probs` are
     those at the row's temperature before top_k and top_p, so these make no difference; 16-bit dtypes make one of
     rounding, usually below 0.02. Tokens that are masked, or not finite on one side, do not count.
     """

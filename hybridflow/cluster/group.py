@@ -78,7 +78,6 @@ class WorkerGroup:
         self._version = 0  # of the weights; all ranks start from those of the model directory
         self._source: tuple[str, int] | None = None  # of the weights: a group and its version
         self._start = self.weights = (str(ranks.settings.get("model")), 0)  # groups with equal weights have equal ones
-        self._before = self.weights  # the last write
         self._compared = set[tuple[str, str]]()  # who sampled rows that were compared, with whose weights
         self.calls_issued = Counter[str]()  # per operation, to the primary since it was built
         self._calls_made = Counter[str]()  # ... to all ranks, in this iteration

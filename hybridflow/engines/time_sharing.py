@@ -98,21 +98,16 @@ class SharedStages:
             return [], []
         times = [cost / min(costs) for cost in costs]
         times = [1.0 if time < _ALIKE else round(time, 1) for time in times]
-        planned = [
+        planned = tuple(
             Work(micro_batches=counts, forward=time, backward=2 * time)
             for counts, time in zip(works, times, strict=True)
-        ]
-        self.schedule = self._schedule(tuple(planned), planning)
-        return live, self.schedule.stages[context.coords.p]
-
-    def _schedule(self, works: tuple[Work, ...], planning: dist.ProcessGroup) -> Schedule:
-        """The last schedule where the works are the same, else one that the first rank searches for all."""
-        context = self._context
-        if context.schedule[0] != works:
-            found = [together(context.grid.p, works, at_once=True) if context.rank == 0 else None]
+        )
+        if context.schedule[0] != planned:  # the first rank searches for all
+            found = [together(context.grid.p, planned, at_once=True) if context.rank == 0 else None]
             dist.broadcast_object_list(found, group=planning, group_src=0)
-            context.schedule = works, found[0]
-        return context.schedule[1]
+            context.schedule = planned, found[0]
+        self.schedule = schedule = context.schedule[1]
+        return live, schedule.stages[context.coords.p]
 
     def _run_alone(self, turn: PipelineTurn) -> None:
         """All mini-batches of an update, before those of others."""

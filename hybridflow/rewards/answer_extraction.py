@@ -106,7 +106,9 @@ def own_words(text: str) -> str:
     calculation follows.
     """
     text = text.replace("\x0crac", "\\frac").replace("\r\n", "\n").replace("\r", "\n")
-    text = _clipped(_without_thoughts(text))
+    closed, before, opened = thoughts(text)
+    said = text[closed:opened]
+    text = _clipped(said if opened is not None or not closed or said.strip() else text[:before])
     for end in (_END.search(text), _NEXT_PROBLEM.search(text)):
         text = text if end is None else text[: end.start()]
     last = max(text.rfind("?"), text.rfind("<<"))
@@ -128,13 +130,6 @@ def thoughts(text: str) -> tuple[int, int, int | None]:
         elif opened is None:
             opened = tag.start()
     return closed, before, opened
-
-
-def _without_thoughts(text: str) -> str:
-    """The text behind the last closed thoughts and in front of open ones."""
-    closed, before, opened = thoughts(text)
-    said = text[closed:opened]
-    return said if opened is not None or not closed or said.strip() else text[:before]
 
 
 def _last(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:

@@ -293,8 +293,7 @@ class ActorWorker(RowSession, ModelWorker):
         return found
 
     def _compare(self, batch: Batch, found: Batch | None) -> None:
-        """`hf.Mismatch` for rows of the present weights, by what training has `found` for them; the same on all
-        ranks."""
+        """`hf.Mismatch` for rows of the present weights and what training has `found`; alike on all ranks."""
         limits, context, own = self._mismatch, self.context, list[tuple[float, int, list[tuple[float, int]]]]()
 
         def measure() -> None:
@@ -373,8 +372,7 @@ class ActorWorker(RowSession, ModelWorker):
         `loss` is a value such as `hf.PPO(clip=0.2)`, a name with its `options`, or a function: see `policy_loss`.
         Without `old_log_probs` in the batch, `log_probs` take their place. Where no `compute_log_prob` has compared
         them (`hf.Mismatch`), the log-probabilities of the first mini-batch are computed and compared before any step.
-        Mini-batches are the same row ranges for every data parallel size; their row counts may differ by one only with
-        `uneven=True`.
+        Mini-batches are the same row ranges for every data parallel size, and differ by a row only with `uneven=True`.
         """
         del uneven  # used by the driver only
         if self.context.compares:  # no compute_log_prob has
