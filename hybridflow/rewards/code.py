@@ -180,7 +180,7 @@ class Code:
 def extract_program(response: str) -> str:
     """The last fenced block of Python (or of no named language) in a response; without any fence, all of it.
 
-    A block that the response does not close reaches to its end. One inside thoughts that never end is none ("").
+    A block that the response does not close reaches to its end. Without one outside of thoughts that never end: "".
     """
     blocks = list(_FENCE.finditer(response))
     if not blocks:
