@@ -338,12 +338,12 @@ class Sampling:
 
 @settings
 class Mismatch:
-    """How far generation's log-probabilities may be from training's: mean |d| over a rank's tokens, in nats.
+    """How far generation's log-probabilities may be from training's: mean |d| over the batch's tokens, in nats.
 
     Both are of one policy if the weights are, so `compute_log_prob` compares `log_probs` of the rows with its result,
     in the first iteration, the first with trained weights, and the first after `hf.load` and after `hf.sync_weights`.
-    Above `warn`, or if the mean of one row is above `refuse`, it logs a warning with the rows; above `refuse` it raises
-    a MismatchError, so that no update reads the result. None: never.
+    In loops without it `update_actor` computes those of its first mini-batch, before any step. Above `warn`, or if the
+    mean of one row is above `refuse`, there is a warning with the rows; above `refuse` a MismatchError. None: never.
 
     Compared are rows that the actor's present weights have sampled, as the driver's calls say, and not stale rows, rows
     of a stream with `max_staleness` above 0 after the first sync, edited rows, and rows from elsewhere. `log_probs` are

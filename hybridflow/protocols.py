@@ -198,8 +198,8 @@ class Operation:
     settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the
     output. `metrics` says how the metrics of ranks are joined, by name: "mean" (the default), "sum", "max", "min", or
     "by tokens" for the mean weighted by the metric `tokens`.
-    `compares` are further columns that travel, with rows that the group's present weights have sampled, in the first
-    such call since these weights came: the method compares its result with them. "name?": of any origin.
+    `compares` are columns that travel, too, with rows that the group's present weights have sampled, in the first such
+    call since these weights came: the method compares with them where `context.compares`. "name?": of any origin.
     `resizes`: the number of output rows is known only after the call (the call waits, or with `later` returns a
     `LaterBatch`); a callable gets the worker's and the call's settings, and where it answers True the method returns
     the columns of the input itself. `replica` names the setting that, unless None, numbers the one generation replica

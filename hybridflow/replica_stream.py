@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hybridflow.replica_calls import ReplicaCalls
@@ -80,7 +80,8 @@ class ReplicaStream(ResponseStream):
             for row in rows:
                 held.setdefault(row["row_id"] - offset, []).append(row)
         self._take_up(self._chains.values())  # what has finished meanwhile
-        for group in sorted(held, key=lambda each: _migration_tokens(held[each])):
+        cost = {n: sum(len(row["prompt_ids"]) + len(row["token_ids"]) for row in rows) for n, rows in held.items()}
+        for group in sorted(held, key=cost.__getitem__):  # tokens whose keys and values another replica computes
             places = [self._chain(number) for number in self._live]
             name, chain = min(places, key=lambda place: place[1].unfinished)
             if wanted.get(group, -1) in self._live:
@@ -98,8 +99,3 @@ class ReplicaStream(ResponseStream):
             if (name := self._admission.place(group)) is not None:
                 found.setdefault(str(name), set()).add(group)
         return [(self._chains[name], some) for name, some in found.items()]
-
-
-def _migration_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Tokens whose keys and values another replica computes."""
-    return sum(len(row["prompt_ids"]) + len(row["token_ids"]) for row in rows)

@@ -347,7 +347,8 @@ def restore(
 ) -> int:
     """Load a verified checkpoint. `everything`: it must have the same groups as the run."""
     saved = {name: one for name, one in manifest.groups.items() if name in parts.groups}
-    missing = [name for name in parts.groups if name not in manifest.groups and _saves(parts.groups[name])]
+    saving = [n for n, one in parts.groups.items() if issubclass(c := one.worker_class, Worker) or has_state(c)]
+    missing = [name for name in saving if name not in manifest.groups]
     surplus = [name for name in manifest.groups if everything and name not in parts.groups]
     if missing or surplus:
         raise ConfigError(
@@ -382,10 +383,6 @@ def follow(session: Session, sources: Mapping[str, str | None]) -> None:
     for name, source in sources.items():
         if source and source in session.groups:
             sync_weights(session.groups[source], session.groups[name]).get()
-
-
-def _saves(group: WorkerGroup) -> bool:
-    return issubclass(group.worker_class, Worker) or has_state(group.worker_class)
 
 
 def give_values(session: Session, group: WorkerGroup, values: Sequence[Any]) -> list[Callable[[], list[Any]]]:

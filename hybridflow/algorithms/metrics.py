@@ -165,8 +165,8 @@ def _mismatch(sampled: Ragged, trained: Ragged, mask: Ragged) -> dict[str, float
     }
 
 
-def log_prob_mismatch(batch: Batch, shown: int = 4) -> tuple[float, list[tuple[int, float]]]:
-    """Mean |log_probs - old_log_probs| in nats over valid tokens (0 without any), and the rows with the largest means.
+def log_prob_mismatch(batch: Batch, shown: int = 4) -> tuple[float, int, list[tuple[float, int]]]:
+    """Sum of |log_probs - old_log_probs| in nats over valid tokens, their number, and the largest means of rows.
 
     Tokens with a number that is not finite do not count.
     """
@@ -176,8 +176,8 @@ def log_prob_mismatch(batch: Batch, shown: int = 4) -> tuple[float, list[tuple[i
     kept = mask.with_values(mask.values & drift_N.isfinite())
     mean_B = sequence_mean(drift_N, kept)
     value, row = mean_B.topk(min(shown, len(mean_B)))
-    rows = [(int(at), float(each)) for at, each in zip(row, value, strict=True)]
-    return (float(drift_N[kept.values].mean()) if bool(kept.values.any()) else 0.0), rows
+    rows = [(float(each), int(at)) for at, each in zip(row, value, strict=True)]
+    return float(drift_N[kept.values].sum()), int(kept.values.sum()), rows
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:

@@ -63,7 +63,7 @@ class RankGroup:
 @dataclass(frozen=True)
 class RankCall:
     """One call on one rank, issued in iteration `step` of the driver's loop. Its result has `rows` rows; `span` is the
-    range of its input rows in the call's batch, `phase` the kind of its operation.
+    range of its input rows in the call's batch, `phase` the kind of its operation, `compares` see `Operation`.
 
     The ranks in `agree` tell each other whether they have their inputs before any of them begins.
     """
@@ -78,6 +78,7 @@ class RankCall:
     span: tuple[int, int] | None = None
     step: int | None = None
     phase: str = ""
+    compares: bool = False
 
 
 class SessionBackend(Protocol):

@@ -128,7 +128,8 @@ class Future:
     def _merged(self, values: list[Any]) -> Any:
         if self.merge is None:
             return values[0]
-        if self.merge == "join" and all(map(_is_metrics, values)):
+        flat = (isinstance(each, Mapping) and all(isinstance(v, int | float) for v in each.values()) for each in values)
+        if self.merge == "join" and all(flat):
             return values[0] if len(values) == 1 else joined_metrics(values, self.joins)
         return values
 
@@ -181,10 +182,6 @@ def look_at(outputs: Sequence[RankOutput]) -> tuple[str, list[Any]]:
     if None in refs or any(ref not in ended for ref in remote):
         return "pending", []
     return "done", [values[ref] for ref in remote] if all(ref in here for ref in remote) else []
-
-
-def _is_metrics(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(v, int | float) for v in value.values())
 
 
 def joined_metrics(metrics: Sequence[Mapping[str, float]], joins: Mapping[str, str]) -> dict[str, float]:

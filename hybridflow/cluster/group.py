@@ -114,6 +114,7 @@ class WorkerGroup:
     def weights_changed(self, source: WorkerGroup | None = None, trained: bool = False) -> None:
         """Called when weights are written: by an optimizer step (`trained`), a checkpoint, or a transfer from
         `source`."""
+        self._before = self.weights
         self._version += 1
         self._source = None if source is None else (source.name, source._version)
         self.weights = (self.name, self._version) if source is None else source.weights
@@ -283,13 +284,13 @@ class WorkerGroup:
         operation = operation.of_call(self.settings, settings)
         rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
         reads = {name: self._reads(operation, settings, ref) for name, ref in rows.items()}
-        if operation.compares:
-            reads = {name: (*read, *self._compares(operation, rows[name], read)) for name, read in reads.items()}
+        compared = {name: self._compares(operation, ref) for name, ref in rows.items()} if operation.compares else {}
+        reads |= {name: tuple(dict.fromkeys((*reads[name], *more))) for name, more in compared.items()}
         spec = self._split_spec(operation, settings, rows)
         rows = {name: replace(ref, split_spec=spec, part=None) for name, ref in rows.items()}
         factor = operation.repeat(self.settings, settings) if operation.repeat else 1
         writes = operation.columns_written(self.settings, settings)
-        return GroupCall(operation, settings, rows, reads, writes, factor)
+        return GroupCall(operation, settings, rows, reads, writes, factor, any(compared.values()))
 
     def _reads(self, operation: Operation, settings: dict[str, Any], ref: BatchRef) -> tuple[str, ...]:
         """The columns that travel."""
@@ -303,21 +304,20 @@ class WorkerGroup:
                 f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column, ref)}"
             ) from None
 
-    def _compares(self, operation: Operation, ref: BatchRef, reads: Sequence[str]) -> tuple[str, ...]:
+    def _compares(self, operation: Operation, ref: BatchRef) -> list[str]:
         """The columns `operation.compares` for rows of the present weights, unless such rows were compared already."""
         named = [name for name in operation.compares if not name.endswith("?")]
         if not all(name in ref for name in named):
-            return ()
+            return []
+        weights = self._before if kind_of(operation) == "training" else self.weights
         first = next(outputs_of([ref.column_refs[named[0]].node]))
-        if (first.origin.role, self.weights[0]) in self._compared:
-            return ()
-        checked = [ref.column_refs[name].node for name in {*reads, *named} - {operation.balance}]
-        outputs = set(outputs_of(checked))
-        if any(output.call is None or output.call.weights != self.weights for output in outputs):
-            return ()
-        self._compared |= {(output.origin.role, self.weights[0]) for output in outputs}
-        known = (name.removesuffix("?") for name in operation.compares)
-        return tuple(name for name in known if name in ref and name not in reads)
+        if (first.origin.role, weights[0]) in self._compared:
+            return []
+        outputs = set(outputs_of([ref.column_refs[name].node for name in named]))
+        if any(output.call is None or output.call.weights != weights for output in outputs):
+            return []
+        self._compared |= {(output.origin.role, weights[0]) for output in outputs}
+        return [name for name in (each.removesuffix("?") for each in operation.compares) if name in ref]
 
     def _split_spec(self, operation: Operation, settings: dict[str, Any], rows: dict[str, BatchRef]) -> SplitSpec:
         """One split for all batches of a call, so that their rows stay together."""

@@ -29,6 +29,7 @@ class GroupCall:
     reads: dict[str, tuple[str, ...]]
     writes: tuple[str, ...]
     factor: int
+    compares: bool = False
 
     def inputs(self, grid: RankGrid) -> list[RankInput]:
         """The settings of each rank; None for a rank that is not called."""
@@ -58,8 +59,8 @@ class GroupCall:
             due = None if source is None or self.operation.resizes else source.rows * self.factor
             sent = {name: value.to_rank() if isinstance(value, BatchRef) else value for name, value in mine.items()}
             span = source.span if source else None
-            phase = kind_of(self.operation)
-            return RankCall(seq, key, self.operation.name, sent, self.writes, agree, due, span, phase=phase)
+            own: Any = {"phase": kind_of(self.operation), "compares": self.compares}
+            return RankCall(seq, key, self.operation.name, sent, self.writes, agree, due, span, **own)
 
         return [None if mine is None else of_rank(mine) for mine in inputs]
 

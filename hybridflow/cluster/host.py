@@ -160,7 +160,7 @@ class Host:
     def _called(self, call: RankCall) -> tuple[Any, Status]:
         member = self._members[call.group]
         context, start = member.context, time.time()
-        context.step, context.call = call.step, call.seq
+        context.step, context.call, context.compares = call.step, call.seq, call.compares
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
         context.row_number = partial(self.reader.row_number, call.settings, call.span)

@@ -58,17 +58,14 @@ def marked(session: str):
 def processes(session: str, directory: str = "") -> list[int]:
     if not _PROCESSES.is_dir():
         return []
-    found = []
+    found, mark = [], f"{MARK}={session}".encode()
     for entry in _PROCESSES.iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if _has_mark(entry, session) or (directory and _is_agent(entry, directory)):
+                marked = mark in (entry / "environ").read_bytes().split(b"\0")
+                if marked or (directory and _is_agent(entry, directory)):
                     found.append(int(entry.name))
     return found
-
-
-def _has_mark(process: Path, session: str) -> bool:
-    return f"{MARK}={session}".encode() in (process / "environ").read_bytes().split(b"\0")
 
 
 def _is_agent(process: Path, directory: str) -> bool:

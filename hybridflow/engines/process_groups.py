@@ -187,8 +187,9 @@ class RankContext:
 
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
     are close to each other. `method` is the operation that runs, `failed_stage` the part of it that raised, `node` this
-    machine and `step` the driver's iteration, for messages; `call` is the call's number, `skipped` the steps that it
-    skipped, `peak` the most bytes that a CUDA device had before it. `row_number(i)` is the row of the call's batch
+    machine and `step` the driver's iteration, for messages; `call` is the call's number, `compares` as in `Operation`,
+    `skipped` the steps that it skipped, `peak` the most bytes that a CUDA device had before it, and `schedule` the last
+    one of shared stages, with its works (`time_sharing`). `row_number(i)` is the row of the call's batch
     that is row i of this rank's part. With `uninitialized` the weights will be written from outside: engines neither
     read nor draw any.
     """
@@ -206,8 +207,10 @@ class RankContext:
     node: str = ""
     step: int | None = None
     call: int = 0
+    compares: bool = False
     skipped: list[SkippedStep] = field(default_factory=list)
     peak: int = 0
+    schedule: tuple[Any, Any] = (None, None)
     row_number: Callable[[int], int] = int
 
     @contextmanager

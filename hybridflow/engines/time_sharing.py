@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from hybridflow.engines.pipeline_turn import UPDATE_THREAD, PipelineTurn
 from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.engines.train_engine import TrainEngine
@@ -96,12 +98,16 @@ class SharedStages:
             return [], []
         times = [cost / min(costs) for cost in costs]
         times = [1.0 if time < _ALIKE else round(time, 1) for time in times]
-        planned = [
+        planned = tuple(
             Work(micro_batches=counts, forward=time, backward=2 * time)
             for counts, time in zip(works, times, strict=True)
-        ]
-        self.schedule = together(context.grid.p, tuple(planned), at_once=True)
-        return live, self.schedule.stages[context.coords.p]
+        )
+        if context.schedule[0] != planned:  # the first rank searches for all
+            found = [together(context.grid.p, planned, at_once=True) if context.rank == 0 else None]
+            dist.broadcast_object_list(found, group=planning, group_src=0)
+            context.schedule = planned, found[0]
+        self.schedule = schedule = context.schedule[1]
+        return live, schedule.stages[context.coords.p]
 
     def _run_alone(self, turn: PipelineTurn) -> None:
         """All mini-batches of an update, before those of others."""

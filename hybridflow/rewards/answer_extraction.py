@@ -106,7 +106,9 @@ def own_words(text: str) -> str:
     calculation follows.
     """
     text = text.replace("\x0crac", "\\frac").replace("\r\n", "\n").replace("\r", "\n")
-    text = _clipped(_without_thoughts(text))
+    closed, before, opened = thoughts(text)
+    said = text[closed:opened]
+    text = _clipped(said if opened is not None or not closed or said.strip() else text[:before])
     for end in (_END.search(text), _NEXT_PROBLEM.search(text)):
         text = text if end is None else text[: end.start()]
     last = max(text.rfind("?"), text.rfind("<<"))
@@ -119,17 +121,15 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n{text[-_TAIL:]}"
 
 
-def _without_thoughts(text: str) -> str:
-    """The text behind the last closed thoughts and in front of open ones."""
-    closed, before, opened = 0, 0, -1
+def thoughts(text: str) -> tuple[int, int, int | None]:
+    """Where the last closed thoughts end, where their closing tag begins, and where thoughts begin that never end."""
+    closed, before, opened = 0, 0, None
     for tag in THOUGHTS.finditer(text):
         if tag["end"] or tag["over"]:
-            closed, before, opened = tag.end(), tag.start(), -1
-        elif opened < 0:
+            closed, before, opened = tag.end(), tag.start(), None
+        elif opened is None:
             opened = tag.start()
-    if opened >= 0:
-        return text[closed:opened]
-    return text[closed:] if not closed or text[closed:].strip() else text[:before]
+    return closed, before, opened
 
 
 def _last(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:

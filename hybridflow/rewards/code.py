@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.answer_extraction import thoughts
 from hybridflow.rewards.calling import RowFailure
 from hybridflow.rewards.match import completion_text
 from hybridflow.rewards.sandbox import test_source
@@ -31,10 +32,10 @@ _CLOSE = 1e-6
 class Code:
     """A verifier: 1 for a response whose program passes the unit tests of its row, else 0.
 
-    The program is the last fenced block of Python in the response, or the whole response. It runs contained (see
-    `Sandbox`), apart from the tests: they call its functions with plain values (numbers, texts, containers, arrays) and
-    see plain values. Column `tests` holds one of the forms of `read_tests`; `entry_point` and `setup` name columns that
-    may be missing: the function that is tested, and source that runs before the tests.
+    The program is the last fenced block of Python in the response, or the whole response (see `extract_program`). It
+    runs contained (see `Sandbox`), apart from the tests: they call its functions with plain values (numbers, texts,
+    containers, arrays) and see plain values. Column `tests` holds one of the forms of `read_tests`; `entry_point` and
+    `setup` name columns that may be missing: the function that is tested, and source that runs before the tests.
 
     A wrong program scores 0, or with `all_or_nothing=False` the share of tests that it passes. One that a limit stopped
     (time, memory, output, recursion, files outside its directory, processes, sockets) scores 0 as well: on a machine
@@ -179,12 +180,14 @@ class Code:
 def extract_program(response: str) -> str:
     """The last fenced block of Python (or of no named language) in a response; without any fence, all of it.
 
-    A block that the response does not close reaches to its end.
+    A block that the response does not close reaches to its end. Without one outside of thoughts that never end: "".
     """
-    blocks = [(found[2].lower(), found[3]) for found in _FENCE.finditer(response)]
+    blocks = list(_FENCE.finditer(response))
     if not blocks:
         return response
-    return next((text for language, text in reversed(blocks) if language in _PYTHON), "")
+    opened = thoughts(_FENCE.sub(lambda block: " " * len(block[0]), response))[2]  # tags inside of a block are code
+    own = (block for block in reversed(blocks) if opened is None or block.start() < opened)
+    return next((block[3] for block in own if block[2].lower() in _PYTHON), "")
 
 
 def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class FunctionReward:
         names = [name for name in (entry.removesuffix("?") for entry in asked.columns) if name in columns]
         if asked.everything:
             excluded = {"prompt", "response", _TRAINER, *_TEXTS, *asked.logs}
-            names += [n for n, column in columns.items() if n not in excluded and not _is_of_tokens(n, column)]
+            own = {n for n in columns if n in RESERVED or n.startswith(RESERVED_PREFIXES)}
+            excluded |= {n for n in own if isinstance(columns[n], Ragged)}  # a value per token: only where it is named
+            names += [n for n in columns if n not in excluded]
         plain = {name: list(listed(columns[name])) for name in dict.fromkeys(names)}
         given: dict[str, Any] = {"prompts": list(prompts), "completions": list(map(_completion, prompts, responses))}
         if "response_ids" in columns:
@@ -270,8 +272,3 @@ def _completion(prompt: Any, response: str) -> Any:
     """The response, as chat messages if the prompt is."""
     chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     return [{"role": "assistant", "content": response}] if chat and prompt else response
-
-
-def _is_of_tokens(name: str, column: Any) -> bool:
-    """Whether hybridflow writes a value per token there: a function gets those that it names."""
-    return isinstance(column, Ragged) and (name in RESERVED or name.startswith(RESERVED_PREFIXES))

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.answer_extraction import final_answer, reference_answer
+from hybridflow.rewards.answer_extraction import final_answer, reference_answer, thoughts
 from hybridflow.rewards.calling import RowFailure
 from hybridflow.rewards.number import Number, parse_number, same_number
 from hybridflow.settings import is_whole
@@ -78,7 +78,8 @@ class Regex(Comparison):
 
     Without `answer` it rewards a form: `Regex(r"<think>.*</think>\\s*<answer>.*</answer>", full=True)`. With the name
     of a column, the last match counts: its first group (the whole match where the pattern has none) must equal the
-    reference, as in Exact. `.` matches line ends too; `full` asks for the whole completion, without white space
+    reference, as in Exact; thoughts (`<think>`) that never end are not
+    searched. `.` matches line ends too; `full` asks for the whole completion, without white space
     around it. A pattern can take exponentially long on a long text: give such a one a time limit (the worker's
     `timeout`). Errors: ConfigError for a pattern that does not compile.
     """
@@ -113,7 +114,7 @@ class Regex(Comparison):
         return last
 
     def score(self, completion: str, references: list[str]) -> float:
-        match = self._found(completion)
+        match = self._found(completion[: thoughts(completion)[2]])
         if match is None:
             return 0.0
         return _among((match[1] if self.pattern.groups else match[0]) or "", references, self.ignore_case)

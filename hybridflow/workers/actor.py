@@ -22,7 +22,7 @@ from hybridflow.batch.pinned import to_device
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Mismatch, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
-from hybridflow.engines.agreement import agree
+from hybridflow.engines.agreement import agree, of_every_rank
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
@@ -80,6 +80,7 @@ def _check_reference(settings: Settings, call: Any) -> None:
         )
 
 
+_COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response_mask?")
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 
 
@@ -278,7 +279,7 @@ class ActorWorker(RowSession, ModelWorker):
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids", "temperature?"),
         writes=("old_log_probs",),
-        compares=("log_probs", "temperature", "response_mask?"),
+        compares=_COMPARED,
         balance="num_tokens",
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
@@ -287,19 +288,27 @@ class ActorWorker(RowSession, ModelWorker):
         Errors: MismatchError where `log_probs` of the same weights are others, see `hf.Mismatch`.
         """
         found = self._computed(batch, "log_probs", "old_log_probs")
-        if "log_probs" in batch:  # the driver sends it with rows to compare only
-            agree(self.context, partial(self._compare, batch, found))
+        if self.context.compares:
+            self._compare(batch, found)
         return found
 
     def _compare(self, batch: Batch, found: Batch | None) -> None:
-        if found is None:  # not the last pipeline stage
-            return
-        limits, context = self._mismatch, self.context
-        mean, largest = log_prob_mismatch(batch | found)
-        rows = ", ".join(f"{context.row_number(row)} ({value:.3g})" for row, value in largest)
+        """`hf.Mismatch` for rows of the present weights and what training has `found`; alike on all ranks."""
+        limits, context, own = self._mismatch, self.context, list[tuple[float, int, list[tuple[float, int]]]]()
+
+        def measure() -> None:
+            if found is not None and context.coords.t == 0:  # one rank of the last stage
+                total, tokens, rows = log_prob_mismatch(batch.with_columns(old_log_probs=found.peek("old_log_probs")))
+                own.append((total, tokens, [(value, context.row_number(row)) for value, row in rows]))
+
+        agree(context, measure)
+        shares = [share for shares in of_every_rank(context, own) for share in shares]
+        mean = sum(total for total, *_ in shares) / max(tokens := sum(count for _, count, _ in shares), 1)
+        largest = sorted((row for *_, rows in shares for row in rows), reverse=True)[:4]
         text = (
             f"{context.role}: log_probs of generation and those of training differ by {mean:.3g} nats per token (mean "
-            f"|d| over the rows of rank {context.rank}), though both have the same weights; most in the rows {rows}. "
+            f"|d| over {tokens} tokens), though both have the same weights; most in the rows "
+            f"{', '.join(f'{row} ({value:.3g})' for value, row in largest)}. "
             f"The two engines read the model differently (config.json, dtype), or have other weights"
         )
         if limits.refuse is not None and mean > limits.refuse:
@@ -308,7 +317,7 @@ class ActorWorker(RowSession, ModelWorker):
                 f"{limits.refuse:g}: ActorWorker.on(..., mismatch=hf.Mismatch(refuse=...)) sets it, None: never."
             )
         many = limits.warn is not None and mean > limits.warn
-        if (many or largest[0][1] > (limits.refuse or math.inf)) and context.coords.t == 0:
+        if (many or largest[0][0] > (limits.refuse or math.inf)) and context.rank == 0:
             logger.warning("%s. ActorWorker.on(..., mismatch=hf.Mismatch(warn=...)) sets the limit.", text)
 
     @register(
@@ -343,6 +352,7 @@ class ActorWorker(RowSession, ModelWorker):
     @register(
         THREE_D_PROTO,
         reads=_UPDATE.reads,
+        compares=_COMPARED,
         chunks="minibatches",
         trajectories=True,
         balance="num_tokens",
@@ -360,11 +370,14 @@ class ActorWorker(RowSession, ModelWorker):
         """Steps on a policy loss over `epochs` x `minibatches`.
 
         `loss` is a value such as `hf.PPO(clip=0.2)`, a name with its `options`, or a function: see `policy_loss`.
-        Without `old_log_probs` in the batch, `log_probs` take their place.
-        Mini-batches are the same row ranges for every data parallel size; their row counts may differ by one only with
-        `uneven=True`.
+        Without `old_log_probs` in the batch, `log_probs` take their place. Where no `compute_log_prob` has compared
+        them (`hf.Mismatch`), the log-probabilities of the first mini-batch are computed and compared before any step.
+        Mini-batches are the same row ranges for every data parallel size, and differ by a row only with `uneven=True`.
         """
         del uneven  # used by the driver only
+        if self.context.compares:  # no compute_log_prob has
+            first = batch.chunks()[0]
+            self._compare(first, self._computed(first, "log_probs", "old_log_probs"))
         if "old_log_probs" not in batch and "log_probs" in batch:
             batch = batch.with_columns(old_log_probs=batch.peek("log_probs"))
         with self.resident():

@@ -15,7 +15,6 @@ import torch
 from hybridflow.algorithms.masked import response_mask, row_column, token_column
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.ragged import Ragged
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
@@ -145,7 +144,9 @@ class ScoreWorker(ModelWorker):
         out = out if whole is None else whole.spread(out)
         if self.functions is not None and self.on_failure == "mask":
             failed: Any = out.peek(f"{self.role}_failure")
-            return out.with_columns(response_mask=_without_failed(response_mask(batch), failed))
+            kept = torch.tensor([failure is None for failure in failed], dtype=torch.bool)
+            mask = response_mask(batch)
+            return out.with_columns(response_mask=mask.with_values(mask.values & mask.expand(kept)))
         return out
 
     def _called(self, functions: Functions, batch: Batch) -> Batch:
@@ -231,9 +232,3 @@ def _check_unused(worker: str, settings: Settings, defaults: Settings, why: str)
     """Errors: ConfigError for a setting without effect."""
     for name, default in defaults.items():
         require(settings[name] == default, f"{worker}({name}={settings[name]!r}): {why}. Leave it out.")
-
-
-def _without_failed(mask: Ragged, failures: Sequence[str | None]) -> Ragged:
-    """The mask with all tokens of failed rows False."""
-    kept = torch.tensor([failure is None for failure in failures], dtype=torch.bool)
-    return mask.with_values(mask.values & mask.expand(kept))

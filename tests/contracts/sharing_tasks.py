@@ -20,6 +20,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.time_sharing import SharedStages
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.planner.pipeline.schedule import Instruction
+from hybridflow.planner.pipeline.shared_schedule import together
 from tests.contracts.engine_tasks import build, share
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World
@@ -141,6 +142,27 @@ def both(
             engine.context.groups.close()
             engine.close()
     return out
+
+
+def searches(world: World, name: str, strategies: Mapping[str, Any], paths: Mapping[str, Path]) -> list[int]:
+    """How often this rank has searched a schedule after each of three shared updates, the last with other rows."""
+    together.cache_clear()
+    engines = {
+        head: build(world, f"{name}-{head}", strategies[head], 4, path, head, config.Adam(lr=1e-3), None, False)
+        for head, path in paths.items()
+    }
+    found = []
+    for rows in (12, 12, 20):
+        shared = SharedStages(list(engines.values()), next(iter(engines.values())).context)
+        batches = {h: [share(make_batch(rows, seed=1), each.grid, world.rank)] for h, each in engines.items()}
+        updates = [partial(update, each, batches[head], [loss_of(head)]) for head, each in engines.items()]
+        for result in shared.run(updates):
+            assert not any(isinstance(each, Exception) for each in result), result
+        found.append(together.cache_info().misses)
+    for engine in engines.values():
+        engine.context.groups.close()
+        engine.close()
+    return found
 
 
 def micro_batches(ran: Sequence[Instruction]) -> int:

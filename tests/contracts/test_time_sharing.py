@@ -64,6 +64,11 @@ def test_shared_updates_equal_serial_ones(processes: RankProcesses, paths: dict[
     assert layout != "4-1-1" or set(of_models[0]) != set(of_models[1])
 
 
+def test_one_rank_searches_and_again_only_for_other_micro_batches(processes: RankProcesses, paths: dict[str, Path]):
+    found = processes.run(4, tasks.searches, processes.name(), STRATEGIES["2-1-2"], paths)
+    assert found == [[1, 1, 2], *[[0, 0, 0]] * 3]
+
+
 @pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)], ids=str)
 def test_one_model_has_the_gradients_of_megatrons_schedule(processes: RankProcesses, paths: dict[str, Path], sizes):
     strategy = Megatron(pp=sizes[0], tp=sizes[1], dp=sizes[2], micro_tokens=24)

@@ -46,14 +46,15 @@ def other_head(weights: dict[str, torch.Tensor]) -> None:
 def compared(actor: hf.WorkerGroup, batch: Any) -> bool:
     """Whether a call of compute_log_prob would compare these rows."""
     before = set(actor._compared)
-    reads = actor._bind(actor.operations["compute_log_prob"], (batch,), {}).reads["batch"]
+    compares = actor._bind(actor.operations["compute_log_prob"], (batch,), {}).compares
     actor._compared = before
-    return "log_probs" in reads
+    return compares
 
 
-def trained(actor: hf.WorkerGroup, batch: Any) -> None:
-    batch |= actor.compute_log_prob(batch)
-    batch |= {"advantages": batch["old_log_probs"].get()}
+def trained(actor: hf.WorkerGroup, batch: Any, own: bool = True) -> None:
+    if own:
+        batch |= actor.compute_log_prob(batch)
+    batch |= {"advantages": batch["log_probs"].get()}
     actor.update_actor(batch, loss="ppo").get()
 
 
@@ -70,6 +71,33 @@ def test_other_weights_are_refused_before_an_update_applies(groups, policy, tmp_
         batch["old_log_probs"].get()
     after = load_file(Path(actor.save(tmp_path / "after")) / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_update_without_compute_log_prob_compares_by_itself(groups, policy, tmp_path):
+    actor, rollout = groups(policy, other_head)
+    before = load_file(Path(actor.save(tmp_path / "before")) / "model.safetensors")
+    with pytest.raises(MismatchError, match=r"differ by [0-9.]+ nats per token .*most in the rows \d+ \([0-9.]+\)"):
+        trained(actor, rollout.generate_sequences(make_prompts()), own=False)
+    after = load_file(Path(actor.save(tmp_path / "after")) / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_mean_is_that_of_the_batch(groups, policy):
+    """Of the rows of two ranks one differs: above the limit for its rank, below it for the batch."""
+    prompts = make_prompts()
+    first, *others = prompts["prompt_ids"].tolist()
+    token = next(token for token in first if not any(token in other for other in others))
+
+    def one_token(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.embed_tokens.weight"][token] *= -3
+
+    actor, rollout = groups(policy, one_token, mismatch=hf.Mismatch(refuse=0.3))
+    batch = rollout.generate_sequences(prompts)
+    assert compared(actor, batch)
+    found = (batch | actor.compute_log_prob(batch)).get()
+    drift = (found["log_probs"].values - found["old_log_probs"].values).abs()
+    of_first_rank = drift[: sum(map(len, found["log_probs"].tolist()[:4]))]
+    assert drift.mean() < 0.3 < of_first_rank.mean()
 
 
 def test_the_limits_are_settings(groups, policy, pool, place):
@@ -100,6 +128,16 @@ def test_rows_of_the_present_weights_are_compared_once_at_the_start_and_once_tra
     trained(actor, fresh)
     hf.sync_weights(actor, rollout)
     assert not compared(actor, rollout.generate_sequences(make_prompts()))
+
+
+def test_updates_alone_compare_at_the_start_and_once_trained(groups, policy):
+    actor, rollout = groups(policy)
+    for expected in (True, True, False):
+        batch = rollout.generate_sequences(make_prompts())
+        assert compared(actor, batch) is expected
+        trained(actor, batch, own=False)
+        assert not compared(actor, batch)
+        hf.sync_weights(actor, rollout)
 
 
 def test_a_load_is_compared_again(groups, policy, tmp_path):

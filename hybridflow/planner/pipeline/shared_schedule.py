@@ -61,9 +61,8 @@ def together(
     """The schedule of all works on these stages with the shortest makespan that a small search finds.
 
     Live activations stay within `limits` on every stage (default: `memory_limits`). The search tries orders of the
-    models' micro-batches, `at_once` only those that it begins with, and is the same on every rank. To try an order is
-    to run it with all waits and limits; the result passes `check`. Errors: ConfigError for a limit below one
-    micro-batch.
+    models' micro-batches, `at_once` only those that it begins with. To try an order is to run it with all waits and
+    limits; the result passes `check`. Errors: ConfigError for a limit below one micro-batch.
     """
     limits = memory_limits(stages, works) if limits is None else limits
     largest = max(work.activations for work in works)

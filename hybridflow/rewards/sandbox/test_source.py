@@ -85,7 +85,8 @@ def problem(sources: Sequence[str], *, entry_point: str, objects: bool) -> str:
     words = Counter(word for tree in trees for word in _words(tree))
     marker = Marker()
     for tree in trees:
-        collected = {id(node) for node in tree.body} | {id(m) for c in tree.body for m in _methods(c)}
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        collected = {id(node) for body in (tree.body, *(each.body for each in classes)) for node in body}
         for node in ast.walk(tree):
             if isinstance(node, _DEFINITIONS) and (decorator := _switched_off(node)):
                 return f"{node.name} is marked {decorator}: it judges nothing"
@@ -133,10 +134,6 @@ def _words(tree: ast.Module) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
-
-
-def _methods(node: ast.stmt) -> list[ast.stmt]:
-    return node.body if isinstance(node, ast.ClassDef) else []
 
 
 def _is_collected(node: _Function, at_top: bool) -> bool:

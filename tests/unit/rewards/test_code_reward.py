@@ -295,6 +295,18 @@ def test_the_program_of_a_response():
     assert extract_program("use `x`") == "use `x`"
 
 
+@pytest.mark.parametrize("tag", ["think", "Reasoning"])
+def test_thoughts_that_never_end_have_no_program(tag):
+    def program(response: str) -> str:
+        return extract_program(response.replace("T>", f"{tag}>"))
+
+    assert program("<T> perhaps\n```python\nx = 1\n```\n") == ""
+    assert program("```python\nx = 1\n```\n<T> or\n```python\nx = 2\n```\n") == "x = 1\n"
+    assert program("<T> a </T>\n```python\nx = 1\n```\n<T>\n```python\nx = 2") == "x = 1\n"
+    assert program("<T>\n```python\nx = 1\n```\n</T>\n```python\nx = 2\n```") == "x = 2\n"
+    assert program("```python\nx = '<T>'\n```\nand then\n```python\nx = 2\n```") == "x = 2\n"
+
+
 def test_chat_completions_are_read(code):
     message = [{"role": "assistant", "content": f"```python\n{RIGHT}\n```"}]
     assert code(["p"], [message], tests=[ADD]) == [1.0]

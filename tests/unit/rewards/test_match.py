@@ -53,6 +53,8 @@ def test_regex_compares_the_last_match_with_the_reference():
     completions = ["<answer>a</answer><answer> b </answer>", "<answer>b</answer><answer>a</answer>", "b"]
     assert scores(verifier, completions, ["b"] * 3) == [1.0, 0.0, 0.0]
     assert scores(Regex(r"\d+", answer="answer"), ["1 and 22"], [22]) == [1.0]
+    thoughts = ["<think>1 or 22", "22 <think>or 1?", "<think>1</think> 22", "<think>a 22</think>"]
+    assert scores(Regex(r"\d+", answer="answer"), thoughts, [22] * 4) == [0.0, 1.0, 1.0, 1.0]
     assert scores(Regex(r"([A-D])\b", answer="answer", ignore_case=True), ["it is b"], ["B"]) == [1.0]
     assert scores(Regex(r"x|(y)", answer="answer"), ["x"], ["y"]) == [0.0]
 
