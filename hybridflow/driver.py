@@ -26,7 +26,7 @@ from hybridflow.models.hf_spec import use_of
 from hybridflow.protocols import kind_of
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.worker import Worker, ranks_on
+from hybridflow.workers.worker import Worker, check_memory, ranks_on
 
 logger = logging.getLogger(__name__)
 _GONE_SECONDS = 60.0
@@ -189,8 +189,8 @@ def reallocate(
     The old ranks are freed after everything has arrived: until then, devices in both layouts hold weights and optimizer
     state twice, and a failed step leaves the group unchanged.
 
-    Errors, before a byte moves: PlacementError when sizes and devices do not fit or the group is closed, ModelError
-    when the model does not divide, LayoutError, ConfigError. WorkerError of a rank that cannot be built.
+    Errors, before a byte moves: PlacementError when sizes, devices or their memory do not fit or the group is closed,
+    ModelError when the model does not divide, LayoutError, ConfigError. WorkerError of a rank that cannot be built.
     """
     check_group("reallocate", group)
     if group.session.traces:
@@ -228,6 +228,7 @@ def reallocate(
     new = ranks_on(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
     here, there = (weights_layout(session, ranks, built=False) for ranks in (group.ranks, new))
     _check_same_model(here, there, group.name, f"{group.name} as it would be")
+    check_memory(where, [new], leaving=group.ranks)
     _replace_ranks(group, new)
     return group
 

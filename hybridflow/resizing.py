@@ -23,7 +23,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.driver import check_group, move_state
 from hybridflow.errors import ConfigError, HybridFlowError, PlacementError, add_outcome
 from hybridflow.workers.model_worker import ModelWorker
-from hybridflow.workers.worker import ranks_on
+from hybridflow.workers.worker import check_memory, ranks_on
 
 logger = logging.getLogger(__name__)
 _DROP_SECONDS = 1.0  # peers of a lost rank may still wait for it
@@ -51,9 +51,9 @@ class GroupSizes:
     A group that does not train keeps its weights in each size that it has visited, and receives them again only when
     they have changed; with its `offload=True` they are in host memory between calls.
 
-    Errors, before anything is built: PlacementError when sizes and devices do not fit, ConfigError for groups that
-    generate, train adapters or have no model, ModelError when the model does not divide. WorkerError of a rank that
-    cannot be built.
+    Errors, before anything is built: PlacementError when sizes, devices or their memory do not fit, ConfigError for
+    groups that generate, train adapters or have no model, ModelError when the model does not divide. WorkerError of a
+    rank that cannot be built.
     """
 
     def __init__(self, group: WorkerGroup, pool: ResourcePool, sizes: Iterable[int]) -> None:
@@ -63,6 +63,8 @@ class GroupSizes:
         if group.session.traces:
             return
         planned = {size: self._ranks(size) for size in self.sizes if size != self.size}
+        for ranks in planned.values():
+            check_memory(pool, [ranks], leaving=group.ranks)
         try:
             for size, ranks in planned.items():
                 self._build(size, ranks)
@@ -78,8 +80,8 @@ class GroupSizes:
     def resize(self, size: int) -> Resized:
         """Move the group to another of its sizes. Earlier calls run first, at the old size; batches stay valid.
 
-        Blocks until done. Errors, with the group unchanged: PlacementError for an unknown size or a closed group,
-        WorkerError of a rank that failed or was lost on the way.
+        Blocks until done. Errors, with the group unchanged: PlacementError for an unknown size, a closed group, or
+        too little memory; WorkerError of a rank that failed or was lost on the way.
         """
         group = self.group
         group.check_open()
@@ -91,7 +93,10 @@ class GroupSizes:
         if size == before or group.session.traces:
             return Resized(before, before)
         backend, old = group.session.backend, group.ranks
-        new = group.sleeping.get(size) or self._build(size, self._ranks(size))  # after lost hosts
+        new = group.sleeping.get(size) or self._ranks(size)
+        check_memory(self.pool, [new], leaving=old)  # also for groups that were placed since
+        if size not in group.sleeping:  # after lost hosts
+            self._build(size, new)
         _, ran = (backend.calls(ranks) for ranks in (old, new))  # waits for all earlier calls
         start = time.monotonic()
         try:

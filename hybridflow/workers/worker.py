@@ -168,7 +168,7 @@ def place(
         if session.backend.checks:
             ranks = ranks_on(worker_class, pool, settings, role, grid)
             checked = session.backend.checked
-            _check_memory(pool, [ranks], [one for open_, one in checked.items() if open_ in session.groups])
+            check_memory(pool, [ranks], [one for open_, one in checked.items() if open_ in session.groups])
             checked[role] = ranks
             settings = dict(ranks.settings)
         return WorkerGroup(session, session.backend.ranks(worker_class, settings, role))
@@ -176,7 +176,7 @@ def place(
         planned_for = session.assignment.groups.get(role)
     if planned_for is not None:
         return _on_placement(worker_class, pool, planned_for, settings, role, grid)
-    _check_memory(pool, [ranks := ranks_on(worker_class, pool, settings, role, grid)])
+    check_memory(pool, [ranks := ranks_on(worker_class, pool, settings, role, grid)])
     return WorkerGroup(session, ranks)
 
 
@@ -193,22 +193,30 @@ def _on_placement(
     ranks = [ranks_on(worker_class, pool.part(where.devices), settings, name, grid)]
     for of_class, devices, own in others:
         ranks.append(ranks_on(of_class, pool.part(devices), own, name, beside=ranks))
-    _check_memory(pool, ranks)
+    check_memory(pool, ranks)
     return WorkerGroup(pool.session, ranks[0], ranks[1:], schedule)
 
 
-def _check_memory(pool: ResourcePool, new: Sequence[RankGroup], placed: Sequence[RankGroup] = ()) -> None:
+def check_memory(
+    pool: ResourcePool,
+    new: Sequence[RankGroup],
+    placed: Sequence[RankGroup] = (),
+    leaving: RankGroup | None = None,
+) -> None:
     """Errors: PlacementError, before a rank is built, where a device cannot hold what `new` ranks and those that are
-    `placed` there (default: the session's) keep on it. What the planner does not know counts as nothing."""
+    `placed` there (default: the session's) keep on it; or what both have while the `new` ones take over the state of
+    ranks that are `leaving`. What the planner does not know counts as nothing."""
     if (memory := pool.device_memory()) is None:
         return
     groups = pool.session.groups.values()
     asleep = {id(part) for group in groups for part in group.sleeping.values()}  # without memory
     placed = placed or [part for group in groups for part in group.all_ranks if id(part) not in asleep]
-    known = [(one, own) for one in (*placed, *new) if one.pool_name == pool.name and (own := _placed_group(one))]
+    here = [one for one in (*placed, *new) if one.pool_name == pool.name]
+    known = [(one, own) for one in here if (own := _placed_group(one))]
     devices = {device for ranks in new for device in ranks.members}
     for there in {tuple(n for n, (one, _) in enumerate(known) if device in one.members) for device in devices}:
-        if why := check_resident([known[n][1] for n in there], memory):
+        former = next((known[n][1] for n in there if known[n][0] is leaving), None)
+        if why := check_resident([known[n][1] for n in there if known[n][0] is not leaving], memory, former):
             raise PlacementError(f"{new[0].name} does not fit on its devices: {why}")
 
 

@@ -15,6 +15,8 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.errors import ConfigError, ModelError, PlacementError, WorkerError
+from hybridflow.models.hf_spec import read_spec
+from hybridflow.planner.cost.resident_memory import PlacedGroup
 from hybridflow.topology import RankGrid
 from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
@@ -210,6 +212,30 @@ def test_a_model_that_does_not_train_moves_too(pool, policy, settle):
     with pytest.raises(PlacementError, match="is closed"):
         hf.reallocate(reference, pool=pool[0:2])
     settle()
+
+
+def test_a_layout_that_its_devices_cannot_hold_is_refused(pool, policy, monkeypatch):
+    """By the account that placement makes; until the state has moved, both layouts have memory."""
+    actor = hf.ActorWorker.on(pool[:2], model=policy, train=hf.Megatron(tp=2), optim=ADAM, name="moved")
+    half = PlacedGroup.of("moved", read_spec(policy, "lm", hf.Megatron()), actor.settings, actor.grid)
+    assert half is not None
+    bytes_ = sum(half.resident("updates", 0).values())
+    reference = hf.ReferenceWorker.on(pool[2:3], model=policy)
+    try:
+        monkeypatch.setattr(hf.ResourcePool, "device_memory", lambda _: int(1.5 * bytes_))
+        with pytest.raises(PlacementError, match=r"moved does not fit on its devices: while reference .*moved optim"):
+            hf.reallocate(actor, pool=pool[2:3], strategy=hf.Megatron())
+        with pytest.raises(
+            PlacementError, match=r"while moved moves.*moved optimizer.*moved in its old layout weights"
+        ):
+            hf.reallocate(actor, pool=pool[1:3])
+        assert (actor.members, actor.grid.t) == (pool.members[:2], 2)
+        assert actor.update_actor(make_rows(4)).get()["actor/grad_norm"] > 0
+        hf.reallocate(actor, pool=pool[2:4])
+        assert actor.members == pool.members[2:4]
+    finally:
+        actor.close()
+        reference.close()
 
 
 def test_a_grid_of_its_own_stays(pool, policy):

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError, HostLostError, PlacementError, WorkerError
+from hybridflow.models.hf_spec import read_spec
+from hybridflow.planner.cost.resident_memory import PlacedGroup
 from hybridflow.resizing import GroupSizes, Resized
 from hybridflow.topology import RankGrid
 from tests import tiny_models
@@ -290,6 +292,28 @@ def test_what_cannot_change_its_size_is_refused(pool, policy, actors):
     actor.close()
     with pytest.raises(PlacementError, match="is closed"):
         sizes.resize(1)
+
+
+def test_sizes_that_their_devices_cannot_hold_are_refused(pool, policy, actors, monkeypatch):
+    """By the account that placement makes; a switch needs memory for both sizes."""
+    actor = actors(name="large")
+    placed = PlacedGroup.of("large", read_spec(policy, "lm", hf.Megatron()), actor.settings, actor.grid)
+    assert placed is not None
+    bytes_ = sum(placed.resident("updates", 0).values())
+    memory = [1.5 * bytes_]
+    monkeypatch.setattr(hf.ResourcePool, "device_memory", lambda _: int(memory[0]))
+    refusal = "large does not fit on its devices: while large moves, .*large in its old layout"
+    with pytest.raises(PlacementError, match=refusal):
+        GroupSizes(actor, pool, (1, 2))
+    assert not actor.sleeping
+    memory[0] = 2.1 * bytes_
+    sizes = GroupSizes(actor, pool, (1, 2))
+    memory[0] = 1.5 * bytes_  # as if another group had been placed since
+    with pytest.raises(PlacementError, match=refusal):
+        sizes.resize(2)
+    assert (sizes.size, set(actor.sleeping)) == (1, {2})
+    assert actor.update_actor(batches(1)[0]).get()["actor/grad_norm"] > 0
+    sizes.close()
 
 
 def test_a_closed_group_leaves_nothing_of_its_sizes(pool, policy):

@@ -80,18 +80,23 @@ class PlacedGroup:
         return {kind: size for kind, size in found.items() if size}
 
 
-def check_resident(groups: Sequence[PlacedGroup], device: float) -> str:
-    """Why the groups, all on one device of `device` bytes, do not fit, and what to change; "" where they may."""
-    total, phase, most = max(
-        (
-            (sum(sum(own.values()) for own in found.values()), f"{group.name} {phase}", found)
-            for group in groups
-            for phase in group.phases
-            if (found := {one.name: one.resident(phase * (one is group), device) for one in groups})
-        ),
-        key=lambda found: found[0],
-        default=(0.0, "", {}),
-    )
+def check_resident(groups: Sequence[PlacedGroup], device: float, leaving: PlacedGroup | None = None) -> str:
+    """Why the groups, all on one device of `device` bytes, do not fit, and what to change; "" where they may.
+
+    `leaving` is a group of that name in its old layout, which it has until its state has moved.
+    """
+    phases = {
+        f"{group.name} {phase}": {one.name: one.resident(phase * (one is group), device) for one in groups}
+        for group in groups
+        for phase in group.phases
+    }
+    if leaving is not None:
+        moves = {one.name: one.resident("moves" * (one.name == leaving.name), device) for one in groups}
+        moves[f"{leaving.name} in its old layout"] = leaving.resident("moves", device)
+        phases[f"{leaving.name} moves"] = moves
+    sums = {phase: sum(sum(own.values()) for own in found.values()) for phase, found in phases.items()}
+    phase = max(sums, key=lambda phase: sums[phase], default="")
+    total, most = sums.get(phase, 0.0), phases.get(phase, {})
     if total <= device:
         return ""
     parts = [f"{name} {kind} {size / GIB:.1f} GiB" for name, own in most.items() for kind, size in own.items()]
