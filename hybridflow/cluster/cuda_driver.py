@@ -1,15 +1,25 @@
-"""CUDA driver: whether torch can use the devices that Ray counts, which one is a host's, and their memory.
+"""CUDA driver: whether torch can use the devices that Ray counts, which one is a host's, their memory, and what makes
+a process deterministic.
 
 Ray counts what NVIDIA's driver lists: also where torch is a CPU build, or one for a newer CUDA than the driver runs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from hybridflow.errors import PlacementError
+from hybridflow.errors import ConfigError, PlacementError
 
+_INVARIANT = {  # as vLLM's mode needs them; cuBLAS reads its two once, so models train with them, too
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "1",
+    "VLLM_BATCH_INVARIANT": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_AOT_COMPILE": "0",
+}
 _DRIVERS = {"13": 580, "12": 525}  # the oldest branch for each CUDA, by major version: its release notes, table 2
 
 
@@ -44,6 +54,31 @@ def check_cuda(index: int | None = None) -> None:
     except (RuntimeError, AssertionError) as error:
         said, (driver, _) = " ".join(str(error).split()), driver_answers()
         raise PlacementError(cuda_problem(torch.__version__, torch.version.cuda, driver, said)) from error
+
+
+def make_deterministic(index: int | None) -> None:
+    """Let this process compute by deterministic kernels, on CUDA device `index` (None: the CPU); operators without one
+    raise, and torch's NCCL groups leave out NVLS. Errors: ConfigError for a device without vLLM's kernels."""
+    import torch
+
+    settings: Any = torch
+    settings.use_deterministic_algorithms(True)
+    settings.utils.deterministic.fill_uninitialized_memory = False  # against reading it, not for kernels
+    if index is None:
+        return
+    (major, minor), missing = torch.cuda.get_device_capability(index), find_spec("triton") is None
+    if major < 8 or missing:
+        this = f"this is {torch.cuda.get_device_name(index)} with {major}.{minor}"
+        raise ConfigError(
+            "hf.init(deterministic=True) needs Triton and devices of compute capability 8.0 or newer, as vLLM's "
+            f"batch-invariant kernels do: {'Triton is not installed' if missing else this}. Leave it out."
+        )
+    os.environ.update(_INVARIANT)
+    matmul, cudnn = settings.backends.cuda.matmul, settings.backends.cudnn
+    # these, too, are what vLLM's mode sets: training does not change when an engine starts
+    matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def device_index(assigned: Sequence[int | str], visible: str | None) -> int:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.bound_settings import own_settings
-from hybridflow.cluster.cuda_driver import check_cuda, device_index
+from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
 from hybridflow.cluster.future import Failure, Status, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import DeviceUse, explain
@@ -59,6 +59,7 @@ class Host:
     use_cuda: bool
     threads: int
     deadlines: Deadlines
+    deterministic: bool = False
     _members: dict[str, Member] = field(default_factory=dict)
     _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
@@ -99,6 +100,8 @@ class Host:
         self._store.set_timeout(self._peers)
         if self.use_cuda:
             check_cuda(self.device.index)
+        if self.deterministic:
+            make_deterministic(self.device.index)
         backend = "cpu:gloo,cuda:nccl" if self.use_cuda else "gloo"
         # without device_id: torch would make every later nccl group by splitting this one, with all of its processes
         dist.init_process_group(

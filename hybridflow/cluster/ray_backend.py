@@ -55,8 +55,10 @@ class RayBackend:
 
     traces = False
 
-    def __init__(self, address: str | None, devices: int | None, deadlines: Deadlines) -> None:
-        self.name, self.deadlines = uuid.uuid4().hex[:8], deadlines
+    def __init__(
+        self, address: str | None, devices: int | None, deadlines: Deadlines, deterministic: bool = False
+    ) -> None:
+        self.name, self.deadlines, self._deterministic = uuid.uuid4().hex[:8], deadlines, deterministic
         self.iterations = Iterations(deadlines.peers)
         self.monitor = HostMonitor(self.iterations.incidents)
         self.channels = WeightChannels(self.iterations)
@@ -130,7 +132,7 @@ class RayBackend:
 
     def _start(self, options: dict[str, Any], pool: str, rank: int, size: int, use_cuda: bool, threads: int) -> Any:
         host = RemoteHost.options(runtime_env={"env_vars": self._environment(threads)}, **options)
-        return host.remote(pool, rank, size, use_cuda, threads, self.deadlines)
+        return host.remote(pool, rank, size, use_cuda, threads, self.deadlines, self._deterministic)
 
     def _threads(self, node: Mapping[str, float], hosts: int) -> int:
         """Threads of a host on a node with these resources; with a GPU for offloaded optimizers, which step there."""

@@ -69,14 +69,18 @@ class Session:
 
     @classmethod
     def open(
-        cls, address: str | None = None, devices: int | None = None, deadlines: Deadlines | None = None
+        cls,
+        address: str | None = None,
+        devices: int | None = None,
+        deadlines: Deadlines | None = None,
+        deterministic: bool = False,
     ) -> Session:
         """Open a session on the Ray cluster at `address` (or `RAY_ADDRESS`), or on a local one, see `RayBackend`.
 
         Errors: ConfigError when one is open already."""
         if cls._current is not None:
             raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
-        cls._current = session = cls(RayBackend(address, devices, deadlines or Deadlines()))
+        cls._current = session = cls(RayBackend(address, devices, deadlines or Deadlines(), deterministic))
         session.iterations.incidents.directory = lambda: session.run_directory
         return session
 

@@ -325,22 +325,23 @@ def runs_out(
     world: World, name: str, strategy: Any, path: Path, optimizer: Any, rooms: Sequence[int]
 ) -> dict[str, Any]:
     """Passes on a CUDA device with so many free bytes, and an update with all memory after each: the errors, what
-    differs from an engine that had enough, and the bytes that each has left on the device."""
+    differs from an engine that had enough, and the bytes on the device after each pass that failed and each update."""
     unlucky, other = (build(world, f"{name}-{i}", strategy, 1, path, optimizer) for i in range(2))
     rows, loss = rows_of(unlucky, world, 9), loss_of("lm")
     for engine in (unlucky, other):
         update(engine, world, 0)  # makes what libraries keep
-    found: dict[str, Any] = {"errors": [], "differs": [], "left": []}
-    for seed, room in enumerate(rooms):
+    found: dict[str, Any] = {"errors": [], "differs": [], "left": [], "settled": []}
+    for room in rooms:
         with nearly_full(room):
             found["errors"].append(error_of(partial(unlucky.forward_backward, rows, loss, loss.outputs)))
         unlucky.zero_grad()
         gc.collect()
         if found["errors"][-1]:
             found["left"].append(torch.cuda.memory_allocated())
-        results = [update(engine, world, seed) for engine in (unlucky, other)]
+        results = [update(engine, world, 0) for engine in (unlucky, other)]
         found["differs"] += [] if results[0] == results[1] else [f"{room}: {results}"]
         found["differs"] += [f"{room}: {what}" for what in differences(unlucky, other)]
+        found["settled"].append(torch.cuda.memory_allocated())
     return found
 
 

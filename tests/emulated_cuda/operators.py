@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,7 +29,14 @@ DYNAMIC = {
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal", "histc",
     "is_all_true",
 }
+# They have no deterministic kernel in the wheel, by `torch.use_deterministic_algorithms`; the others have one.
+NOT_DETERMINISTIC = {
+    "put_", "histc", "kthvalue", "median.dim", "nll_loss2d_forward", "nll_loss2d_backward", "_ctc_loss_backward",
+    "max_unpool2d", "max_unpool3d", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "grid_sampler_2d_backward",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "upsample_bilinear2d_backward",
+}
 # fmt: on
+WORKSPACES = (":4096:8", ":16:8")
 INDEXING = {"index", "index_put_", "_index_put_impl_", "index_put", "_unsafe_index", "_unsafe_index_put"}
 
 _library: Any = None
@@ -127,6 +135,8 @@ def run(operator: Any, name: str, special: Callable | None, args: tuple, kwargs:
     """Call `special`, or the operator itself, with the arguments as CPU tensors."""
     call = Call(operator)
     base = name.partition(".")[0]
+    if torch.are_deterministic_algorithms_enabled():
+        check_deterministic(name)
     given, named, outs = arguments(call, args, kwargs)
     if call.device is None:
         call.device = torch.device("cuda", torch.cuda.current_device())
@@ -157,6 +167,14 @@ def run(operator: Any, name: str, special: Callable | None, args: tuple, kwargs:
     if capturing:
         record(call, operator, compute, given, named, outs, stream)
     return result
+
+
+def check_deterministic(name: str) -> None:
+    """Errors: RuntimeError, as of CUDA's kernels."""
+    if name in NOT_DETERMINISTIC:
+        raise RuntimeError(f"{name} does not have a deterministic implementation")
+    if name in ("mm", "addmm", "bmm", "baddbmm") and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in WORKSPACES:
+        raise RuntimeError(f"Deterministic behavior was enabled, and CuBLAS needs CUBLAS_WORKSPACE_CONFIG ({name})")
 
 
 def arguments(call: Call, args: tuple, kwargs: dict) -> tuple[list[Any], dict[str, Any], dict[str, Tensor]]:
@@ -307,6 +325,7 @@ def install() -> None:
             _library.impl(name, kernel(operator, name, KERNELS.get(name)), "CUDA", allow_override=True)
     _library.impl("copy_", copy_, "CUDA", allow_override=True)
     _library.impl("_foreach_copy_", foreach_copy_, "CUDA", allow_override=True)
+    torch.library._impls -= _library._op_impls  # vLLM's kernels may replace these, as they may torch's own
     after_import(vllm_patches.PATCHES)
 
 

@@ -51,7 +51,8 @@ def test_a_pass_that_runs_out_of_memory_leaves_nothing(world, path, name):
     assert sum("OutOfMemoryError" in error for error in found["errors"]) > 1
     assert all("OutOfMemoryError" in error for error in found["errors"] if error)
     assert found["differs"] == []
-    assert max(found["left"]) - min(found["left"]) < 1 << 16, "activations of a failed pass stay"
+    print("LEFT", found["left"], found["settled"])
+    assert len({*found["settled"]}) == 1
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero-2", "megatron"])

@@ -5,10 +5,11 @@ After it the run goes on: the same call succeeds, and computes what a run withou
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.tiny_models import make_policy, make_prompts, make_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 GREEDY = hf.Sampling(max_tokens=6, greedy=True)
-LEFT = 1 << 20  # bytes that the ballast leaves free: less than a block of the allocator
+LEFT = 1 << 20  # bytes that the ballast leaves free, as one block for small tensors
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 Groups = dict[str, hf.WorkerGroup]
 ROWS = 128
@@ -34,19 +35,27 @@ class Ballast:
     """Memory of another user of the device."""
 
     role = "ballast"
-    held: torch.Tensor | None = None
+    held: Sequence[torch.Tensor] = ()
 
     @register(ONE_TO_ALL, blocking=True)
     def fill(self, leave: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        """Take the device's memory, and what the allocator has free within blocks: that depends on what ran before, and
+        ranks would run out in different places, one of them while its peers wait in a collective."""
+        gc.collect()
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         if self.context.rank not in ranks:
             return
-        free, _ = torch.cuda.mem_get_info()
-        self.held = torch.empty(max(0, free - leave), dtype=torch.uint8, device=self.context.device)
+        self.held = held = [torch.empty(leave, dtype=torch.uint8, device=self.context.device)]
+        for size in (1 << exponent for exponent in range(36, 8, -1)):
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    held.append(torch.empty(size, dtype=torch.uint8, device=self.context.device))
+        del held[0]
 
     @register(ONE_TO_ALL, blocking=True)
     def free(self) -> None:
-        self.held = None
+        self.held = ()
         torch.cuda.empty_cache()
 
 

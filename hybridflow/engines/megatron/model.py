@@ -74,6 +74,7 @@ def transformer_config(
         fp16=dtype == torch.float16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

@@ -77,7 +77,7 @@ class VLLMEngine:
             )
         self._core: EngineCore | None = None
         try:
-            with isolation.fence(self.device):
+            with isolation.fence(self.device), isolation.batch_invariant(self.device):
                 self._groups = isolation.ReplicaGroups(context, generation)
                 self._core = start_core(strategy, spec, self.checkpoint, self.device, self._groups, probe)
             self._layout = self._layout_of(probe)
@@ -122,9 +122,9 @@ class VLLMEngine:
         Token ids are exactly what was sampled, the stop token or the tokens of a stop string included.
         Log-probabilities are those of the policy at `sampling.temperature` over the whole vocabulary, before top-k and
         top-p (greedy: at temperature 1). A response ends at `max_length` tokens of prompt plus response at the latest.
-        `seeds` (one per prompt) decide what is drawn, whatever prompts are beside (on CUDA to rounding); without them
-        `sampling.seed` and the row's index do, or a random number per replica and call. `names` (one per prompt) are
-        what messages call the prompts (default: their positions).
+        `seeds` (one per prompt) decide what is drawn, whatever prompts are beside (on CUDA to rounding, unless the
+        session is deterministic); without them `sampling.seed` and the row's index do, or a random number per replica
+        and call. `names` (one per prompt) are what messages call the prompts (default: their positions).
 
         Errors: PromptError for an empty prompt, unknown token ids, or one too long; ConfigError for `stop` without
         a tokenizer in the checkpoint directory.

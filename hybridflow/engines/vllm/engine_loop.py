@@ -20,6 +20,7 @@ from hybridflow.config import Until
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.core import model_runner
 from hybridflow.engines.vllm.held_caches import HeldCaches
+from hybridflow.engines.vllm.isolation import batch_invariant
 from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.errors import ConfigError
 
@@ -105,6 +106,10 @@ class EngineLoop:
 
         After an error no row is in vLLM's scheduler; all can be withdrawn, with the tokens that they have.
         """
+        with batch_invariant(model_runner(self._core).device):
+            self._run(reached, steps, seconds)
+
+    def _run(self, reached: Callable[[], bool], steps: int | None, seconds: float | None) -> None:
         start, made, checked = time.monotonic(), 0, 0
         try:
             self._admit()

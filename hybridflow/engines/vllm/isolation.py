@@ -56,16 +56,40 @@ def prepare(device_type: str) -> None:
             f"VLLM_PP_LAYER_PARTITION={partition!r} is set, and weights are moved by vLLM's own division of layers "
             "into stages. Unset it."
         )
-    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0" and not is_invariant(device_type):
         raise ConfigError(
             "VLLM_BATCH_INVARIANT is set, which replaces torch's operators in the whole process by some without "
-            "gradients, and models train there. Unset it."
+            "gradients, and models train there. Unset it, and call hf.init(deterministic=True)."
         )
     os.environ.update(_EVERYWHERE)
     for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device_type == "cpu" else {})).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import speaks before it has set this
     warnings.filterwarnings("ignore", message="The given buffer is not writable", module="vllm")
+
+
+def is_invariant(device_type: str) -> bool:
+    """Whether vLLM generates in its batch-invariant mode in this process."""
+    return device_type == "cuda" and torch.are_deterministic_algorithms_enabled()
+
+
+@contextmanager
+def batch_invariant(device: torch.device) -> Iterator[None]:
+    """Where this process is deterministic, vLLM's kernels stand in for torch's inside the block: models do not train
+    with them."""
+    if not is_invariant(device.type):
+        yield
+        return
+    from vllm.model_executor.determinism import batch_invariant as mode
+
+    mode.override_envs_for_invariance = lambda: None  # NCCL would have one channel of one thread, in training, too
+    mode.enable_batch_invariant_mode()
+    try:
+        yield
+    finally:
+        assert mode._batch_invariant_LIB is not None
+        mode._batch_invariant_LIB._destroy()
+        mode._batch_invariant_LIB, mode._batch_invariant_MODE = None, False
 
 
 @contextmanager

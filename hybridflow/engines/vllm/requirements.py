@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridflow.config import VLLM, DType
+from hybridflow.engines.vllm.isolation import is_invariant
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
 from hybridflow.models.families import unread_rope_keys, vllm_only_keys
@@ -79,6 +80,11 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
             f"model has head_dim={spec.head_dim}. Train it without generation, or use a qwen3 model."
         )
     asked = f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})"
+    if t > 2 and is_invariant(device_type):
+        raise ConfigError(
+            f"{asked} in a session with deterministic=True: NCCL adds up over three ranks or more in an order that "
+            f"depends on the rows of a step, unless all groups of the process have one channel. Use tp=1 or tp=2."
+        )
     if isinstance(spec, ModelSpec):
         check_sizes(spec, p, t, asked, "tp")
     else:
