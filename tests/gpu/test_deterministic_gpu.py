@@ -127,7 +127,7 @@ def test_a_response_is_the_same_whatever_is_beside(pool, policy, tp, eager):
         for seed in (None, 5):
             draw = {"greedy": seed is None, "seed": seed}
             whole, few = (actor.generate_sequences(given, **draw).get() for given in (prompts, prompts[:2]))
-            for name in ("response_ids", "rollout_log_probs"):
+            for name in ("response_ids", "log_probs"):
                 assert whole[:2][name].values.tolist() == few[name].values.tolist(), name
         for _ in range(2):  # also after it has generated, gradients are those of a group that never does
             learned = [group.update_actor(rows).get() for group in (actor, twin)]
