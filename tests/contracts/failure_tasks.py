@@ -341,6 +341,7 @@ def runs_out(
         results = [update(engine, world, 0) for engine in (unlucky, other)]
         found["differs"] += [] if results[0] == results[1] else [f"{room}: {results}"]
         found["differs"] += [f"{room}: {what}" for what in differences(unlucky, other)]
+        gc.collect()
         found["settled"].append(torch.cuda.memory_allocated())
     return found
 

@@ -51,7 +51,8 @@ def test_a_pass_that_runs_out_of_memory_leaves_nothing(world, path, name):
     assert sum("OutOfMemoryError" in error for error in found["errors"]) > 1
     assert all("OutOfMemoryError" in error for error in found["errors"] if error)
     assert found["differs"] == []
-    assert len({*found["settled"]}) == 1, "more memory is taken after the next update"
+    settled = max(found["settled"]) - min(found["settled"])  # Megatron: 3 KiB; one activation has 11
+    assert settled < 1 << 12, "activations of a failed pass stay after the next update"
     # a model keeps positions and rotary factors of its last micro-batch, whichever that was
     assert max(found["left"]) - min(found["left"]) < 1 << 15, "activations of a failed pass stay"
 
