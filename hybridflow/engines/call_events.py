@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ class Stage(NamedTuple):
     memory_after: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallWork:
+class CallWork(NamedTuple):
     """What a call computed on one rank: its rows, their tokens, its optimizer steps, and its own share of the
     arithmetic [FLOP]. `longest` is the longest response in tokens, `tail` the share of the decode steps in which at
     most a quarter of the rows are unfinished (calls that generate)."""
@@ -47,8 +45,7 @@ class CallWork:
 _NO_WORK = CallWork()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One call on one device, in seconds since the epoch and bytes; `ready`: its inputs have arrived.
 
     `kind` is "call", "transfer" (weights between groups), "switch" (the actor's weights between training and
