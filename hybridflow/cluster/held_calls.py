@@ -158,6 +158,9 @@ class HeldCalls:
     def send(self, together: bool = False) -> None:
         """Send the calls that are held, in their order, or two of them `together`. Each is sent, or its results are
         gone; then the first error is raised."""
+        with self._lock:
+            if not self._calls:
+                return
         with uninterrupted(), self._lock:
             self._timer.cancel()
             calls, self._calls = self._calls, []
