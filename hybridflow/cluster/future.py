@@ -22,7 +22,7 @@ from hybridflow import markup
 from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ANSWER_SECONDS, WaitNotice, blamed, unfinished, whom, with_text
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
-from hybridflow.engines.call_events import Event
+from hybridflow.engines.call_events import CallWork, Event
 from hybridflow.engines.process_groups import SkippedStep, is_communication_error
 from hybridflow.errors import CheckpointError, HostLostError, HybridFlowError, WaitTimeoutError, WorkerError
 
@@ -41,15 +41,32 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """Outcome of a call on one rank, which the driver keeps longer than the data.
+class Stored:
+    """A value too large to come with the status of its call: `ref` refers to it."""
 
-    `events` are those of the method and of the stages that it recorded; `skipped` the optimizer steps that it skipped.
+    ref: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Outcome of a call on one rank, which the driver keeps longer than its columns.
+
+    `events` are those of the method and of the stages that it recorded; `skipped` the optimizer steps that it skipped;
+    `value` is what a method without columns returned.
     """
 
     failure: Failure | None
     events: tuple[Event, ...] = ()
     skipped: tuple[SkippedStep, ...] = ()
+    value: Any = None
+
+    def __reduce__(self) -> tuple:  # flat: Python's pickler is slow with classes
+        return _status, (self.failure, [(*event[:-1], *event.work) for event in self.events], self.skipped, self.value)
+
+
+def _status(failure: Failure | None, events: Sequence[tuple], skipped: tuple[SkippedStep, ...], value: Any) -> Status:
+    at = len(Event._fields) - 1
+    return Status(failure, tuple(Event._make((*one[:at], CallWork._make(one[at:]))) for one in events), skipped, value)
 
 
 def first_failure(values: Sequence[Any]) -> Failure | None:
@@ -123,7 +140,13 @@ class Future:
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the value. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
-        return self._merged(fetch([output.ref for output in self.outputs], self.outputs, timeout))
+        values = fetch([output.ref for output in self.outputs], self.outputs, timeout)
+        values = [value.value if isinstance(value, Status) else value for value in values]
+        if stored := {i: value.ref for i, value in enumerate(values) if isinstance(value, Stored)}:
+            found = fetch(list(stored.values()), [self.outputs[i] for i in stored], timeout, follow=False)
+            for i, value in zip(stored, found, strict=True):
+                values[i] = value
+        return self._merged(values)
 
     def _merged(self, values: list[Any]) -> Any:
         if self.merge is None:
@@ -181,7 +204,9 @@ def look_at(outputs: Sequence[RankOutput]) -> tuple[str, list[Any]]:
         return f"failed: {str(failure.error).splitlines()[0]}", []
     if None in refs or any(ref not in ended for ref in remote):
         return "pending", []
-    return "done", [values[ref] for ref in remote] if all(ref in here for ref in remote) else []
+    found = [values[ref] for ref in remote if ref in here]
+    found = [value.value if isinstance(value, Status) else value for value in found]
+    return "done", found if len(found) == len(remote) and not any(isinstance(v, Stored) for v in found) else []
 
 
 def joined_metrics(metrics: Sequence[Mapping[str, float]], joins: Mapping[str, str]) -> dict[str, float]:
@@ -260,7 +285,8 @@ def fetch(
     if timeout is None:
         timeout = max((call.timeout for call in calls), default=_TIMEOUT)
     calls = calls if follow else []
-    statuses = [status for call in calls for status in call.statuses]
+    own = {id(output) for output in outputs}  # a status that brings its value is both
+    statuses = [status for call in calls for status in call.statuses if id(status) not in own]
     everything, writers = [*refs, *(status.ref for status in statuses)], [*outputs, *statuses]
     try:
         values = _get(everything, writers, calls, timeout)

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.cluster.backend import RankCall, RankGroup
+from hybridflow.cluster.backend import RankGroup
+from hybridflow.cluster.call_request import CallRequest
 from hybridflow.cluster.future import results_gone
 from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
@@ -98,17 +99,18 @@ class HeldOutput(RankOutput):
 
 
 class HeldCall:
-    """A call of all `ranks`: their requests, and by rank the references to results and statuses once it is sent."""
+    """A call of `method` on all `ranks`: their requests, and by rank the references to results once it is sent."""
 
-    def __init__(self, ranks: RankGroup, requests: Sequence[RankCall | None], issued: IssuedCall) -> None:
-        self.ranks, self.requests, self.issued = ranks, requests, issued
+    def __init__(
+        self, ranks: RankGroup, method: str, requests: Sequence[CallRequest | None], issued: IssuedCall
+    ) -> None:
+        self.ranks, self.method, self.requests, self.issued = ranks, method, requests, issued
         self.results: dict[int, Any] = {}
-        self.statuses: dict[int, Any] = {}
 
     def send(self) -> None:
         for rank, (host, request) in enumerate(zip(self.ranks.hosts, self.requests, strict=True)):
             if request is not None:
-                self.results[rank], self.statuses[rank] = host.handle.call.remote(request)
+                self.results[rank] = host.handle.call.remote(*request)
 
 
 class HeldCalls:
@@ -137,9 +139,10 @@ class HeldCalls:
             if request is None:
                 out.append(None)
                 continue
-            at = origin(call.ranks.name, rank, request.method, host)
-            out.append(HeldOutput(self, call.results, at, call.issued, host.address))
-            call.issued.statuses.append(HeldOutput(self, call.statuses, at, call.issued, host.address))
+            at = origin(call.ranks.name, rank, call.method, host)
+            found = HeldOutput(self, call.results, at, call.issued, host.address)
+            out.append(found)
+            call.issued.statuses.append(found)
         with self._lock:
             self._calls.append(call)
             self._partners = partners
@@ -155,6 +158,9 @@ class HeldCalls:
     def send(self, together: bool = False) -> None:
         """Send the calls that are held, in their order, or two of them `together`. Each is sent, or its results are
         gone; then the first error is raised."""
+        with self._lock:
+            if not self._calls:
+                return
         with uninterrupted(), self._lock:
             self._timer.cancel()
             calls, self._calls = self._calls, []
@@ -193,6 +199,6 @@ def _send_together(calls: Sequence[HeldCall]) -> None:
     for rank, host in enumerate(calls[0].ranks.hosts):
         asked = [call for call in calls if call.requests[rank] is not None]
         requests = [call.requests[rank] for call in asked]
-        refs = host.handle.call_together.options(num_returns=2 * len(asked)).remote(requests)
-        for i, call in enumerate(asked):
-            call.results[rank], call.statuses[rank] = refs[2 * i : 2 * i + 2]
+        refs = host.handle.call_together.options(num_returns=len(asked)).remote(requests)
+        for call, ref in zip(asked, refs if len(asked) > 1 else [refs], strict=True):
+            call.results[rank] = ref

@@ -11,25 +11,28 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import pickle
 import platform
 import socket
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
+from ray import cloudpickle
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.bound_settings import own_settings
+from hybridflow.cluster.call_request import CallRequest, call_of
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
-from hybridflow.cluster.future import Failure, Status, failure_of, fetch, first_failure
+from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
@@ -43,6 +46,7 @@ from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, Mi
 
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a running store
+_SMALL_BYTES, _NUMBERS = 8192, (int, float)
 _CHATTY = ("megatron", "torch.distributed")  # they warn at import and on every collective about deliberate choices
 
 
@@ -143,22 +147,33 @@ class Host:
         self._events.append(Event("call", *own, failed=member.failure is not None))
         return member.failure
 
+    def call(self, *request: Any) -> Status:
+        """Run one method, of a `CallRequest`. Returns the status, with the method's value."""
+        result, status = self._timed(call_of(CallRequest(*request)))
+        return _with_value(status, result)
+
     @ray.method(num_returns=2)
-    def call(self, call: RankCall) -> tuple[Any, Status]:
-        """Run one method. Returns a Manifest, value or Failure, and the status, which outlives the data."""
+    def call_writing(self, *request: Any) -> tuple[Manifest | Failure, Status]:
+        """Run one method that writes columns. Returns their Manifest, and the status, which outlives the data."""
+        return self._timed(call_of(CallRequest(*request)))
+
+    def _timed(self, call: RankCall) -> tuple[Any, Status]:
         with self._liveness.during(f"{self._members[call.group].role}.{call.method}"):
             return self._called(call)
 
-    @ray.method(num_returns=4)
-    def call_together(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Run updates of models that share their pipeline stages; result and status of each, one after the other."""
+    @ray.method(num_returns=2)
+    def call_together(self, requests: Sequence[CallRequest]) -> list[Status] | Status:
+        """Run updates of models that share their pipeline stages; the status of each, one after the other."""
+        calls = list(map(call_of, requests))
         members = [self._members[call.group] for call in calls]
         names = " and ".join(f"{member.role}.{call.method}" for member, call in zip(members, calls, strict=True))
         with self._liveness.during(names):
             # also where one of them cannot run: other ranks do not know that
             engines = [None if member.failure or member.incomplete else member.worker.engine for member in members]
             stages = SharedStages(engines, members[0].context)
-            return [value for found in stages.run([partial(self._called, call) for call in calls]) for value in found]
+            found = stages.run([partial(self._called, call) for call in calls])
+            statuses = [_with_value(status, result) for result, status in found]
+            return statuses if len(statuses) > 1 else statuses[0]
 
     def _called(self, call: RankCall) -> tuple[Any, Status]:
         member = self._members[call.group]
@@ -379,3 +394,14 @@ class Host:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._liveness.close()
+
+
+def _with_value(status: Status, value: Any) -> Status:
+    """The status of a call with the value that it returned, which stays in the object store if it is large."""
+    if status.failure is not None or value is None:
+        return status
+    if not isinstance(value, _NUMBERS):
+        buffers = list[pickle.PickleBuffer]()
+        size = len(cloudpickle.dumps(value, buffer_callback=buffers.append)) + sum(one.raw().nbytes for one in buffers)
+        value = Stored(ray.put(value)) if size > _SMALL_BYTES else value
+    return replace(status, value=value)

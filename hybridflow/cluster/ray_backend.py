@@ -7,11 +7,10 @@ import contextlib
 import itertools
 import logging
 import os
-import pickle
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,11 +18,11 @@ from typing import Any
 import ray
 import ray.exceptions
 import torch.distributed as dist
-from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.cluster.backend import CONTROLLER, Deadlines, HostProcess, RankCall, RankGroup, node_numbers
+from hybridflow.cluster.call_request import arguments_sent, requests_of
 from hybridflow.cluster.connection import Termination, connect
 from hybridflow.cluster.cuda_driver import check_cuda
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
@@ -34,9 +33,9 @@ from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
-from hybridflow.cluster.row_refs import IssuedCall, RankOutput, RankRows
+from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.cluster.weight_channels import WeightChannels
-from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
+from hybridflow.errors import PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
 from hybridflow.startup import stage
 
@@ -220,7 +219,7 @@ class RayBackend:
         self.monitor.built(ranks)
         nodes, settings = node_numbers([host.machine for host in ranks.hosts]), dict(ranks.settings)
         sent, seq = replace(ranks, settings=settings, hosts=()), self.iterations.sequence()
-        with uninterrupted(), _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
+        with uninterrupted(), arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
             built = [host.handle.create.remote(seq, sent, nodes, uninitialized) for host in ranks.hosts]
         with stage(_building(ranks)):
             self._results(ranks, "__init__", built)
@@ -258,26 +257,26 @@ class RayBackend:
         if not (partners and held.accepts(ranks)):
             held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
+        requests = requests_of(calls, f"{ranks.name}.{method}", self.iterations.step)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
         if partners:
-            requests, copies = list[RankCall | None](), dict[int, Any]()
-            for call in calls:  # sent later: an error would have no place there, and the driver may change its values
-                with _arguments_sent(f"{ranks.name}.{method}", {} if call is None else call.settings):
-                    settings = {} if call is None else _copied(call.settings, copies)
-                requests.append(call and replace(call, settings=settings, step=self.iterations.step))
-            out = held.hold(HeldCall(ranks, requests, issued), partners, self.iterations.origin)
+            out = held.hold(HeldCall(ranks, method, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)
             return out
         with uninterrupted():
-            for rank, (host, call) in enumerate(zip(ranks.hosts, calls, strict=True)):
-                if call is None:
+            for rank, (host, call, request) in enumerate(zip(ranks.hosts, calls, requests, strict=True)):
+                if call is None or request is None:
                     out.append(None)
                     continue
-                with _arguments_sent(f"{ranks.name}.{call.method}", call.settings):
-                    ref, status = host.handle.call.remote(replace(call, step=self.iterations.step))
-                origin = self.iterations.origin(ranks.name, rank, call.method, host)
-                issued.statuses.append(RankOutput(status, None, origin, issued, host.address))
-                out.append(RankOutput(ref, call.rows, origin, issued, host.address))
+                origin = self.iterations.origin(ranks.name, rank, method, host)
+                if call.writes:
+                    ref, status = host.handle.call_writing.remote(*request)
+                    out.append(RankOutput(ref, call.rows, origin, issued, host.address))
+                    issued.statuses.append(RankOutput(status, None, origin, issued, host.address))
+                else:
+                    both = RankOutput(host.handle.call.remote(*request), None, origin, issued, host.address)
+                    out.append(both)
+                    issued.statuses.append(both)
             self.iterations.issued(issued.statuses)
         return out
 
@@ -342,25 +341,3 @@ def _free(kind: str, wanted: int) -> int:
     while (free := int(ray.available_resources().get(kind, 0))) < wanted and time.monotonic() < end:
         time.sleep(0.05)
     return free
-
-
-def _copied(settings: Mapping[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
-    """The settings as they would arrive now; `copies` has those that ranks share, by identity. References stay."""
-    for value in settings.values():
-        if not isinstance(value, RankRows) and id(value) not in copies:
-            copies[id(value)] = pickle.loads(cloudpickle.dumps(value))
-    return {name: copies.get(id(value), value) for name, value in settings.items()}
-
-
-@contextlib.contextmanager
-def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Name the setting that cannot be pickled; Ray's message shows all settings."""
-    try:
-        yield
-    except (TypeError, pickle.PicklingError):
-        for name, value in settings.items():
-            try:
-                cloudpickle.dumps(value)
-            except (TypeError, ValueError, AttributeError, pickle.PicklingError) as reason:
-                raise ConfigError(f"{where}: {name}={value!r} cannot be sent to a host: {reason}.") from None
-        raise

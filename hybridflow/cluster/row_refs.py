@@ -7,6 +7,7 @@ outputs; the process that reads a column `locate`s its rows and fetches the outp
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -199,12 +200,11 @@ class Located:
 
 def _overlaps(node: Concat, start: int, stop: int) -> Iterator[tuple[Node, int, int, int]]:
     """(child, start, stop, total rows) for the children that hold rows start:stop."""
-    at = 0
-    for child, rows in zip(node.nodes, node.rows, strict=True):
-        first, last = max(start - at, 0), min(stop - at, rows)
-        if first < last:
-            yield child, first, last, rows
-        at += rows
+    ends = list(itertools.accumulate(node.rows))
+    for i in range(bisect_right(ends, start), bisect_left(ends, stop) + 1):
+        if i < len(ends) and (rows := node.rows[i]):
+            at = ends[i] - rows
+            yield node.nodes[i], max(start - at, 0), min(stop - at, rows), rows
 
 
 def outputs_of(nodes: Iterable[Node]) -> Iterator[RankOutput]:

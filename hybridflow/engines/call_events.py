@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,7 @@ class Stage(NamedTuple):
     memory_after: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallWork:
+class CallWork(NamedTuple):
     """What a call computed on one rank: its rows, their tokens, its optimizer steps, and its own share of the
     arithmetic [FLOP]. `longest` is the longest response in tokens, `tail` the share of the decode steps in which at
     most a quarter of the rows are unfinished (calls that generate)."""
@@ -47,8 +46,7 @@ class CallWork:
 _NO_WORK = CallWork()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One call on one device, in seconds since the epoch and bytes; `ready`: its inputs have arrived.
 
     `kind` is "call", "transfer" (weights between groups), "switch" (the actor's weights between training and
@@ -134,10 +132,15 @@ def memory_used(device: torch.device) -> int:
     if device.type == "cuda":
         return MAPPED.now()
     try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE
+        return int(os.pread(_memory_file(os.getpid()), 128, 0).split()[1]) * _PAGE
     except OSError:  # not Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@lru_cache(maxsize=1)
+def _memory_file(pid: int) -> int:
+    """Kept open: every call reads it twice."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def work_of(worker: Any, phase: OperationKind | str, grid: RankGrid, settings: dict[str, Any], result: Any) -> CallWork:

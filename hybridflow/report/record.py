@@ -23,7 +23,11 @@ from hybridflow.errors import ConfigError
 
 EVENTS = "events.jsonl"
 CALLS = ("call", "transfer", "switch", "stage")
-_NAMES = {of: tuple(one.name for one in fields(of) if one.name != "work") for of in (Event, Incident, CallWork)}
+_NAMES = {
+    Event: tuple(name for name in Event._fields if name != "work"),
+    Incident: tuple(one.name for one in fields(Incident)),
+    CallWork: CallWork._fields,
+}
 
 
 def as_record(event: Event | Incident, step: int) -> dict[str, Any]:
