@@ -26,6 +26,7 @@ import torch
 import hybridflow as hf
 from benchmarks.dataflows import ppo
 from benchmarks.iteration import PROMPT, RESPONSE, make_models
+from hybridflow.cli.profile_run import profile
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
 from hybridflow.planner.cost.hardware import DEFAULT
@@ -37,7 +38,6 @@ from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import placement_of, plan
 from hybridflow.planner.search.problem import Problem
-from hybridflow.profiling import profile
 from hybridflow.tracing.auto import as_priced
 
 DEVICES, ROWS, MINIBATCHES = 4, 128, 2

@@ -18,7 +18,7 @@ from hybridflow.config import Until
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.streams import ResponseStream
+from hybridflow.streams.stream import ResponseStream
 from recipes.small_model import EOS, PAD, SmallModel
 
 TEXT = SmallModel(characters="abcdefghijklmnopqrstuvwxyz ")

@@ -35,8 +35,8 @@ from typing import Any
 
 import hybridflow as hf
 from benchmarks.stream_runs import PROMPT, REPLICAS, TRAINERS, Job, LoopRun, Speeds, make_policy, measure_speeds
-from hybridflow.admission import StreamOptions
 from hybridflow.planner import DecodingSpeed, ResponseLengths, SimulatedStream, StreamRun, simulate_stream
+from hybridflow.planner.admission import StreamOptions
 
 ASYNCHRONOUS = {"one_step_off": 1, "stream_1": 1, "stream_2": 2, "stream_4": 4}
 """Each mode with its bound on staleness."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hybridflow.algorithms.registry import PPO as PPO
     from hybridflow.batch.batch import Batch as Batch
     from hybridflow.batch.ragged import Ragged as Ragged
-    from hybridflow.checkpoints import Checkpoints as Checkpoints
+    from hybridflow.cli.launch import run as run
     from hybridflow.cluster.batch_ref import BatchRef as BatchRef
     from hybridflow.cluster.group import WorkerGroup as WorkerGroup
     from hybridflow.cluster.pool import ResourcePool as ResourcePool
@@ -42,30 +42,30 @@ if TYPE_CHECKING:
     from hybridflow.driver import shutdown as shutdown
     from hybridflow.driver import sync_weights as sync_weights
     from hybridflow.driver import together as together
-    from hybridflow.elastic import Elastic as Elastic
     from hybridflow.engines.checkpoint.export import export as export
-    from hybridflow.launch import run as run
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.loader import dynamic_sampling as dynamic_sampling
     from hybridflow.loader import text_batch as text_batch
     from hybridflow.placement import Placement as Placement
-    from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
-    from hybridflow.protocols import DP_PROTO as DP_PROTO
-    from hybridflow.protocols import ONE_TO_ALL as ONE_TO_ALL
-    from hybridflow.protocols import ONE_TO_ONE as ONE_TO_ONE
-    from hybridflow.protocols import THREE_D_ALL_MICRO_DP as THREE_D_ALL_MICRO_DP
-    from hybridflow.protocols import THREE_D_PP_AS_DP as THREE_D_PP_AS_DP
-    from hybridflow.protocols import THREE_D_PP_ONLY as THREE_D_PP_ONLY
-    from hybridflow.protocols import THREE_D_PROTO as THREE_D_PROTO
-    from hybridflow.protocols import register as register
-    from hybridflow.run_state import load as load
-    from hybridflow.run_state import save as save
-    from hybridflow.streams import stream as stream
+    from hybridflow.protocols.operation import register as register
+    from hybridflow.protocols.transfer_protocols import ALL_TO_ALL as ALL_TO_ALL
+    from hybridflow.protocols.transfer_protocols import DP_PROTO as DP_PROTO
+    from hybridflow.protocols.transfer_protocols import ONE_TO_ALL as ONE_TO_ALL
+    from hybridflow.protocols.transfer_protocols import ONE_TO_ONE as ONE_TO_ONE
+    from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP as THREE_D_ALL_MICRO_DP
+    from hybridflow.protocols.transfer_protocols import THREE_D_PP_AS_DP as THREE_D_PP_AS_DP
+    from hybridflow.protocols.transfer_protocols import THREE_D_PP_ONLY as THREE_D_PP_ONLY
+    from hybridflow.protocols.transfer_protocols import THREE_D_PROTO as THREE_D_PROTO
+    from hybridflow.run.checkpoints import Checkpoints as Checkpoints
+    from hybridflow.run.run_state import load as load
+    from hybridflow.run.run_state import save as save
+    from hybridflow.streams.elastic import Elastic as Elastic
+    from hybridflow.streams.stream import stream as stream
     from hybridflow.tracing.auto import auto as auto
     from hybridflow.tracing.trace import trace as trace
     from hybridflow.tracing.trace import trace_spec as trace_spec
-    from hybridflow.tracker import Tracker as Tracker
+    from hybridflow.tracking.tracker import Tracker as Tracker
     from hybridflow.workers.actor import ActorWorker as ActorWorker
     from hybridflow.workers.critic import CriticWorker as CriticWorker
     from hybridflow.workers.reference import ReferenceWorker as ReferenceWorker
@@ -79,27 +79,27 @@ _NAMESPACES = ("algorithms", "environments", "errors", "planner", "protocols", "
 _WHERE = {
     "algorithms.registry": ("GAE", "PPO"),
     "batch.batch": ("Batch",),
-    "checkpoints": ("Checkpoints",),
+    "run.checkpoints": ("Checkpoints",),
     "batch.ragged": ("Ragged",),
     "cluster.batch_ref": ("BatchRef",),
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
     "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Mismatch", "Sampling", "Until", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
-    "elastic": ("Elastic",),
+    "streams.elastic": ("Elastic",),
     "engines.checkpoint.export": ("export",),
-    "launch": ("run",),
+    "cli.launch": ("run",),
     "loader": ("PromptLoader", "TextLoader", "dynamic_sampling", "text_batch"),
     "placement": ("Placement",),
     "protocols": (
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "register"),
     ),
-    "run_state": ("load", "save"),
-    "streams": ("stream",),
+    "run.run_state": ("load", "save"),
+    "streams.stream": ("stream",),
     "tracing.auto": ("auto",),
     "tracing.trace": ("trace", "trace_spec"),
-    "tracker": ("Tracker",),
+    "tracking.tracker": ("Tracker",),
     "workers.actor": ("ActorWorker",),
     "workers.critic": ("CriticWorker",),
     "workers.reference": ("ReferenceWorker",),

@@ -2,6 +2,6 @@
 
 import sys
 
-from hybridflow.cli import main
+from hybridflow.cli.commands import main
 
 sys.exit(main())

@@ -23,7 +23,7 @@ from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError, add_outcome
 from hybridflow.models.hf_spec import use_of
-from hybridflow.protocols import kind_of
+from hybridflow.protocols.operation import kind_of
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker, check_memory, ranks_on

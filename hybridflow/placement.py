@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import yaml
 
-from hybridflow import markup
+from hybridflow.batch import markup
 from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
 from hybridflow.errors import ConfigError, HybridFlowError, PlacementError, nearest
 from hybridflow.settings import Check, NonNegative, check_fields, read_yaml

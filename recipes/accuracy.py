@@ -5,8 +5,8 @@ from __future__ import annotations
 from threading import Lock
 
 import hybridflow as hf
+from hybridflow.cluster.startup import stage
 from hybridflow.errors import ConfigError
-from hybridflow.startup import stage
 from recipes.settings import BEST, is_traced
 from recipes.task import Task
 

@@ -9,9 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import hybridflow as hf
-from hybridflow.command_line import check_sections, read_settings
+from hybridflow.cli.command_line import check_sections, read_settings
+from hybridflow.cli.launch import run_directory
 from hybridflow.errors import ConfigError
-from hybridflow.launch import run_directory
 from recipes.devices import fit_devices
 
 RUN = """

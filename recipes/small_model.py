@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.startup import progress, stage
+from hybridflow.cluster.startup import progress, stage
 
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
 _NO_LABEL = -100

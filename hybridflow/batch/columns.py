@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow import markup
+from hybridflow.batch import markup
 from hybridflow.batch.ragged import Ragged, value_text
 from hybridflow.errors import BatchError, MissingColumnError, nearest
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hybridflow import markup
+from hybridflow.batch import markup
 from hybridflow.batch.pinned import to_device
 from hybridflow.errors import BatchError
 

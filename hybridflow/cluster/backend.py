@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hybridflow.cluster.future import Failure
 from hybridflow.cluster.row_refs import RankOutput
-from hybridflow.protocols import Operation
+from hybridflow.protocols.operation import Operation
 from hybridflow.topology import RankGrid
 
 CONTROLLER = "hybridflow"

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 import torch
 
-from hybridflow import markup
+from hybridflow.batch import markup
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, check_known, names_of, renamed
 from hybridflow.batch.row_selection import selected_rows

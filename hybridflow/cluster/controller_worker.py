@@ -15,7 +15,8 @@ from hybridflow.algorithms.masked import or_sampled
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord
-from hybridflow.protocols import ONE_TO_ONE, Settings, register
+from hybridflow.protocols.operation import Settings, register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ONE
 
 
 def _advantage(call: Settings) -> AdvantageCall:

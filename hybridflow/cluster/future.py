@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 from ray.experimental import get_local_object_locations
 
-from hybridflow import markup
+from hybridflow.batch import markup
 from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ANSWER_SECONDS, WaitNotice, blamed, unfinished, whom, with_text
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput

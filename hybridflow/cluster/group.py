@@ -24,18 +24,18 @@ from typing import Any
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
-from hybridflow.cluster.bound_settings import bound_settings
-from hybridflow.cluster.cluster_tables import group_table
 from hybridflow.cluster.future import Failure, Future
-from hybridflow.cluster.group_call import GroupCall
+from hybridflow.cluster.group_call import GroupCall, bound_settings
 from hybridflow.cluster.held_calls import partners
+from hybridflow.cluster.interactive import group_table
 from hybridflow.cluster.row_refs import ColumnRef, SplitSpec, outputs_of
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, EmptyBatchError, HybridFlowError, MissingColumnError, PlacementError, nearest
 from hybridflow.models.spec import Cost
-from hybridflow.protocols import ONE_TO_ALL, Operation, kind_of
+from hybridflow.protocols.operation import Operation, kind_of
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from hybridflow.topology import RankGrid
 
 _CLOSE_SECONDS = 60.0

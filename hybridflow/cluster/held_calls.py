@@ -21,7 +21,7 @@ from hybridflow.cluster.call_request import CallRequest
 from hybridflow.cluster.future import results_gone
 from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
-from hybridflow.protocols import Operation, kind_of
+from hybridflow.protocols.operation import Operation, kind_of
 
 logger = logging.getLogger(__name__)
 HELD_SECONDS = 0.5  # the arguments of the next update are bound in milliseconds, on a busy machine in more

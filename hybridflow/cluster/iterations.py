@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from hybridflow import startup
+from hybridflow.cluster import startup
 from hybridflow.cluster.future import (
     Status,
     as_done,

@@ -30,7 +30,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from hybridflow import startup
+from hybridflow.cluster import startup
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.engines.pipeline_turn import UPDATE_THREAD
 from hybridflow.errors import WaitTimeoutError, WorkerError

@@ -12,17 +12,16 @@ import ray
 import ray.exceptions
 
 from hybridflow.cluster.backend import HostProcess, RankGroup
-from hybridflow.cluster.cluster_tables import pool_table
 from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.cluster.cuda_driver import driver_answers
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.interactive import current_cell
+from hybridflow.cluster.interactive import current_cell, pool_table
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import CONTROLLER, Session
+from hybridflow.cluster.startup import stage
 from hybridflow.engines.call_events import Event
 from hybridflow.errors import PlacementError
-from hybridflow.startup import stage
 from hybridflow.topology import RankGrid
 
 

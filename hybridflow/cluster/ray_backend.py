@@ -34,10 +34,10 @@ from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
+from hybridflow.cluster.startup import stage
 from hybridflow.cluster.weight_channels import WeightChannels
 from hybridflow.errors import PlacementError, WaitTimeoutError
-from hybridflow.protocols import Operation, operations
-from hybridflow.startup import stage
+from hybridflow.protocols.operation import Operation, operations
 
 logger = logging.getLogger(__name__)
 _PLACE_SECONDS = 60.0

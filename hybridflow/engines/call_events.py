@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.protocols import OperationKind
+from hybridflow.protocols.operation import OperationKind
 from hybridflow.topology import RankGrid
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ policies that move devices between generation and training inside an iteration, 
 
 from __future__ import annotations
 
-from hybridflow.checkpoint_interval import (
+from hybridflow.planner.checkpoint_interval import (
     PUBLISHED,
     CheckpointCosts,
     FailureModel,

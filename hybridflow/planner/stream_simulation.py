@@ -15,7 +15,7 @@ from random import Random
 from statistics import NormalDist
 from typing import Annotated, Any
 
-from hybridflow.admission import Admission, StreamOptions
+from hybridflow.planner.admission import Admission, StreamOptions
 from hybridflow.settings import Check, Count, NonNegative, Positive, Size, is_number, require, settings
 
 TAIL = NormalDist().inv_cdf(0.999)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from hybridflow.admission import StreamOptions
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
@@ -37,8 +36,9 @@ from hybridflow.config import VLLM
 from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.admission import StreamOptions
 from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source
-from hybridflow.protocols import Operation, kind_of, operations
+from hybridflow.protocols.operation import Operation, kind_of, operations
 from hybridflow.topology import RankGrid
 
 ITERATIONS = 3  # the third is typical, even if the first has no data yet

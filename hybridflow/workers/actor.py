@@ -27,7 +27,8 @@ from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.errors import ConfigError, MismatchError, PlacementError
-from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, Settings, register
+from hybridflow.protocols.operation import OperationKind, Settings, register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, RowSession, check_alone, generates

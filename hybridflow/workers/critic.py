@@ -14,7 +14,8 @@ from hybridflow.algorithms.registry import value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update_call import UpdateCall

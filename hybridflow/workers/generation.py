@@ -33,7 +33,8 @@ from hybridflow.environments.trajectory_columns import (
 )
 from hybridflow.errors import ConfigError, PlacementError, PromptError
 from hybridflow.models.hf_spec import read_spec
-from hybridflow.protocols import THREE_D_ALL_MICRO_DP, Settings, register
+from hybridflow.protocols.operation import Settings, register
+from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
 from hybridflow.workers.row_columns import SESSION_ROWS, WRITTEN, row_columns, trajectory_session, with_session
 

@@ -32,7 +32,9 @@ from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import Cost, Head
-from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
+from hybridflow.protocols.operation import OperationKind, Settings, register
+from hybridflow.protocols.protocol import Protocol
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, ONE_TO_ONE
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.lora_options import check_lora, lora_of, with_saved_adapters

@@ -9,7 +9,8 @@ from typing import Any
 from hybridflow.algorithms.losses.distillation import TEACHER, TOP_K
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
-from hybridflow.protocols import THREE_D_PROTO, Settings, register
+from hybridflow.protocols.operation import Settings, register
+from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.settings import require
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.teacher import plain_output_layer

@@ -19,7 +19,8 @@ from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
 from hybridflow.errors import RewardError, rows_named
-from hybridflow.protocols import THREE_D_PROTO, Settings, register
+from hybridflow.protocols.operation import Settings, register
+from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.rewards.functions import Functions
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid

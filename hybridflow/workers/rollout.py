@@ -22,7 +22,8 @@ from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import ModelSpec
-from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, RowSession, check_alone, generates
 from hybridflow.workers.model_worker import find_checkpoint, local_checkpoint

@@ -12,7 +12,7 @@ from hybridflow.algorithms.masked import or_sampled
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.protocols import Settings
+from hybridflow.protocols.operation import Settings
 from hybridflow.settings import require
 
 _OWN = ("minibatches", "epochs", "loss", "batch", "uneven")  # other settings of the call are options of the loss

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.bound_settings import constructor_settings
 from hybridflow.cluster.group import CallSchedule, WorkerGroup
+from hybridflow.cluster.group_call import constructor_settings
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
@@ -27,7 +27,7 @@ from hybridflow.placement import CallPlacement, GroupPlacement, ranges
 from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.cost.resident_memory import PlacedGroup, check_resident
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
-from hybridflow.protocols import Operation, OperationKind, kind_of, operations
+from hybridflow.protocols.operation import Operation, OperationKind, kind_of, operations
 from hybridflow.topology import RankGrid
 from hybridflow.workers.moved_state import MovedState
 from hybridflow.workers.saved_state import SavedState

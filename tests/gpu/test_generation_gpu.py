@@ -19,7 +19,8 @@ from hybridflow.engines.vllm import core, isolation
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import DeviceMemoryError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from hybridflow.topology import RankGrid
 from tests.tiny_models import make_policy, make_prompts, response_log_probs
 

@@ -101,7 +101,7 @@ def test_the_self_test_of_doctor():
     """Two engines that capture graphs, one after the other, cut over two devices where there are two."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, "-m", "hybridflow.self_test"],
+        [sys.executable, "-m", "hybridflow.cli.self_test"],
         env={**environment, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])},
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ import psutil
 
 import hybridflow as hf
 from hybridflow.cluster import liveness
-from hybridflow.streams import ResponseStream
+from hybridflow.streams.stream import ResponseStream
 
 STRATEGIES: dict[str, Any] = {
     "p2d2": hf.Megatron(pp=2),

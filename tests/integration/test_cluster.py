@@ -22,13 +22,8 @@ from hybridflow.errors import (
     ProtocolError,
 )
 from hybridflow.models.spec import Cost
-from hybridflow.protocols import (
-    ALL_TO_ALL,
-    DP_PROTO,
-    ONE_TO_ALL,
-    ONE_TO_ONE,
-    register,
-)
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, ONE_TO_ONE
 
 ROWS = 10
 

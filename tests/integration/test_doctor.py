@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow import doctor
+from hybridflow.cli import doctor
 
 
 def test_this_machine_can_run_hybridflow(monkeypatch):

@@ -9,7 +9,8 @@ import torch
 
 import hybridflow as hf
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError
-from hybridflow.protocols import DP_PROTO, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import DP_PROTO
 
 
 class Scorer:

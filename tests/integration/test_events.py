@@ -14,9 +14,9 @@ import torch
 
 import hybridflow as hf
 from hybridflow.errors import WorkerError
-from hybridflow.report.chrome_trace import trace
-from hybridflow.report.limits import find_limits
-from hybridflow.report.record import read_events
+from hybridflow.tracking.report.chrome_trace import trace
+from hybridflow.tracking.report.limits import find_limits
+from hybridflow.tracking.report.record import read_events
 from hybridflow.workers.worker import Worker
 from tests import tiny_models
 from tests.tiny_models import make_rows

@@ -30,7 +30,8 @@ from hybridflow.errors import (
     WaitTimeoutError,
     WorkerError,
 )
-from hybridflow.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, ONE_TO_ONE, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, ONE_TO_ONE
 
 NODE = socket.gethostname()
 WITHIN = 5.0

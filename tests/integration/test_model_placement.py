@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from tests import tiny_models
 from tests.tiny_models import make_rows
 

@@ -18,11 +18,8 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import (
     WorkerError,
 )
-from hybridflow.protocols import (
-    DP_PROTO,
-    ONE_TO_ALL,
-    register,
-)
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import DP_PROTO, ONE_TO_ALL
 
 ROWS = 10
 

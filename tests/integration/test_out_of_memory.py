@@ -7,7 +7,8 @@ import torch
 
 import hybridflow as hf
 from hybridflow.errors import DeviceMemoryError, WorkerError
-from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 
 
 class Greedy:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dataflows import ppo
-from hybridflow import cli
+from hybridflow.cli import commands as cli
+from hybridflow.cli.profile_run import profile
 from hybridflow.cluster.session import Session
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.spec import ModelSpec
@@ -16,7 +17,6 @@ from hybridflow.planner.cost.layer_profile import LayerProfile, architecture
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
-from hybridflow.profiling import profile
 from tests import tiny_models
 
 

@@ -13,11 +13,8 @@ import torch
 
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.protocols import (
-    DP_PROTO,
-    ONE_TO_ONE,
-    register,
-)
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import DP_PROTO, ONE_TO_ONE
 
 ROWS = 10
 

@@ -14,7 +14,8 @@ import torch
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import LaterBatch
 from hybridflow.errors import ConfigError, ProtocolError, WorkerError
-from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from tests import tiny_models
 from tests.tiny_models import make_prompts
 

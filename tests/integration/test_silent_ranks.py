@@ -19,7 +19,8 @@ import hybridflow as hf
 from hybridflow.cluster import host_monitor, liveness, slow_ranks
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import RewardError, WaitTimeoutError, WorkerError
-from hybridflow.protocols import DP_PROTO, ONE_TO_ALL, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import DP_PROTO, ONE_TO_ALL
 
 RANKS = 4
 

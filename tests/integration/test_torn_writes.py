@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from hybridflow.checkpoints import Checkpoints
 from hybridflow.engines.checkpoint.manifest import SavedGroup, leftovers, saved_steps, step_of
 from hybridflow.engines.checkpoint.rank_state import RankFile, StateWriter, report_file
+from hybridflow.run.checkpoints import Checkpoints
 from hybridflow.workers.saved_state import rank_file
 from hybridflow.workers.worker import Worker
 from tests.example_checkpoints import CPU, even_layout, read_values, storages, verify

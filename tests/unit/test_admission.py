@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.admission import Admission, StreamBatch, StreamOptions
 from hybridflow.errors import BatchError, ConfigError
+from hybridflow.planner.admission import Admission, StreamBatch, StreamOptions
 
 REPLICAS = ("a", "b", "c")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import hybridflow as hf
-from hybridflow import cli, launch
+from hybridflow.cli import commands as cli
+from hybridflow.cli import launch
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
 from hybridflow.planner.describe.cluster_spec import ClusterSpec

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow import cli, doctor
-from hybridflow.doctor import Finding
+from hybridflow.cli import commands as cli
+from hybridflow.cli import doctor
+from hybridflow.cli.doctor import Finding
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -17,8 +17,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridflow.errors import ConfigError
-from hybridflow.metric_loggers import MetricLogger, find_loggers
-from hybridflow.tracker import Tracker
+from hybridflow.tracking.metric_loggers import MetricLogger, find_loggers
+from hybridflow.tracking.tracker import Tracker
 
 
 def curve(directory: Path, name: str = "reward/mean") -> list[tuple[int, float]]:
@@ -185,8 +185,8 @@ def test_one_iteration_that_is_refused_does_not_hold_up_the_others(tmp_path, cap
 
 
 def test_a_logger_that_hangs_is_not_waited_for(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hybridflow.tracker._FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("hybridflow.tracker._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("hybridflow.tracking.tracker._FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("hybridflow.tracking.tracker._CLOSE_SECONDS", 0.05)
     release, ended = threading.Event(), threading.Event()
 
     class Hanging(Recorder):

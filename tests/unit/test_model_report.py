@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hybridflow import cli
+from hybridflow.cli import commands as cli
 from tests import tiny_models
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.cli.profile_run import Amounts, known_device, rising
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.profile import EngineProbe
 from hybridflow.models.hf_spec import hf_config
 from hybridflow.models.spec import ModelSpec
-from hybridflow.profiling import Amounts, known_device, rising
 
 
 @given(st.lists(st.floats(0, 100), max_size=12))

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray import cloudpickle
 
 import hybridflow as hf
-from hybridflow.command_line import help_text
+from hybridflow.cli.command_line import help_text
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.tracing.trace import check_driver

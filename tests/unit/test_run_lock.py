@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import hybridflow as hf
-from hybridflow import run_lock
 from hybridflow.errors import ConfigError
-from hybridflow.run_lock import RunLock
+from hybridflow.tracking import run_lock
+from hybridflow.tracking.run_lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys
 from pathlib import Path
-from hybridflow.run_lock import RunLock
+from hybridflow.tracking.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]), "the run")
 try:
     lock.take()

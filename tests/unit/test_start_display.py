@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridflow import start_display, startup
-from hybridflow.run_display import RunDisplay
-from hybridflow.start_display import LastDurations, StartDisplay
+from hybridflow.cluster import startup
+from hybridflow.tracking import start_display
+from hybridflow.tracking.run_display import RunDisplay
+from hybridflow.tracking.start_display import LastDurations, StartDisplay
 
 
 @pytest.fixture

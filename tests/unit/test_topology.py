@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridflow.batch.row_split import even_bounds
 from hybridflow.errors import PlacementError
-from hybridflow.protocols import THREE_D_ALL_MICRO_DP
+from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.topology import GenerationGrid, RankGrid
 
 axes = st.lists(st.sampled_from(["p", "t", "d"]), unique=True, max_size=3)

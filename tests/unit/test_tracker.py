@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from hybridflow.errors import ConfigError
-from hybridflow.run_display import RunDisplay, sparkline
-from hybridflow.tracker import Tracker
+from hybridflow.tracking.run_display import RunDisplay, sparkline
+from hybridflow.tracking.tracker import Tracker
 
 
 class Later:
@@ -102,7 +102,7 @@ def test_a_failed_run_keeps_what_it_has_and_raises_its_own_error(tmp_path):
 
 UNFINISHED = """
 import sys
-from hybridflow.tracker import Tracker
+from hybridflow.tracking.tracker import Tracker
 
 class Later:
     def __init__(self, reward, done=True):

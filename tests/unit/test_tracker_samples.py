@@ -12,7 +12,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import MissingColumnError
-from hybridflow.tracker import Tracker
+from hybridflow.tracking.tracker import Tracker
 
 
 class Letters:

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
-from hybridflow.kept_files import KeptFiles
-from hybridflow.tracker import Tracker
+from hybridflow.tracking.kept_files import KeptFiles
+from hybridflow.tracking.tracker import Tracker
 
 
 def lines(directory: Path, name: str = "metrics.jsonl") -> list[dict]:
@@ -34,7 +34,7 @@ def run(tracker: Tracker, first: int, last: int, part: int = 1) -> None:
 
 KILLED = """
 import json, os, signal, sys
-from hybridflow.tracker import Tracker
+from hybridflow.tracking.tracker import Tracker
 tracker = Tracker(sys.argv[1], console=False)
 tracker.note(before=0.25)
 for step in range(1, 8):
@@ -53,7 +53,7 @@ def test_a_killed_run_continues_in_the_same_files(tmp_path, monkeypatch):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     state, drawn = json.loads(killed.stdout), []
-    monkeypatch.setattr("hybridflow.tracker.drawn_curve", lambda points: drawn.extend(points) or b"png")
+    monkeypatch.setattr("hybridflow.tracking.tracker.drawn_curve", lambda points: drawn.extend(points) or b"png")
     with Tracker(tmp_path, console=False) as tracker:
         assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]  # nothing is renamed before the first write
         tracker.load_state(state)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow import markup
+from hybridflow.batch import markup
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects
 from hybridflow.batch.ragged import Ragged

@@ -19,7 +19,7 @@ from hybridflow.cluster.batch_records import BatchRecord, BatchRecords, Recorded
 from hybridflow.cluster.recorded_calls import Recorder, Replay, differing_rows
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError
-from hybridflow.replay import ReplayedStep, replay
+from hybridflow.run.replay import ReplayedStep, replay
 
 
 def make_record(role: str = "actor", rows: int = 3) -> BatchRecord:

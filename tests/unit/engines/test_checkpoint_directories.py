@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hybridflow.checkpoints import Checkpoints
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -25,6 +24,7 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.errors import CheckpointError
+from hybridflow.run.checkpoints import Checkpoints
 from tests.example_checkpoints import make_checkpoint, verify
 
 

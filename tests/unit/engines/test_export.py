@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 import hybridflow as hf
-from hybridflow import cli
+from hybridflow.cli import commands as cli
 from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint import writer

@@ -10,8 +10,8 @@ import re
 import pytest
 
 import hybridflow as hf
-from hybridflow.admission import Admission, StreamOptions
 from hybridflow.planner import ResponseLengths, StreamRun, Workload, simulate_stream
+from hybridflow.planner.admission import Admission, StreamOptions
 from hybridflow.planner.cost.call_cost import decoding_step, prefill_seconds
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.admission import StreamOptions
 from hybridflow.errors import ConfigError
 from hybridflow.planner import DecodingSpeed, ResponseLengths, StreamRun, simulate_stream
+from hybridflow.planner.admission import StreamOptions
 
 SPEED = DecodingSpeed(base=0.5, per_row=0.25)
 

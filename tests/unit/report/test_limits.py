@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hybridflow.report.limits import category, critical_path, find_limits
+from hybridflow.tracking.report.limits import category, critical_path, find_limits
 
 METHODS = {
     "generate_sequences": "generation",

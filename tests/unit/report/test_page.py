@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow import cli
+from hybridflow.cli import commands as cli
 from hybridflow.errors import ConfigError
-from hybridflow.report import page as pages
-from hybridflow.report.curves import curves, downsample
-from hybridflow.report.device_time import Activity, merged, overlapping, seconds, shares
-from hybridflow.report.event_summary import EventSummary
-from hybridflow.report.page import as_script, report_html, write_report
-from hybridflow.report.run_files import RunFiles
-from hybridflow.report.shown_samples import shown_samples
+from hybridflow.tracking.report import page as pages
+from hybridflow.tracking.report.curves import curves, downsample
+from hybridflow.tracking.report.device_time import Activity, merged, overlapping, seconds, shares
+from hybridflow.tracking.report.event_summary import EventSummary
+from hybridflow.tracking.report.page import as_script, report_html, write_report
+from hybridflow.tracking.report.run_files import RunFiles
+from hybridflow.tracking.report.shown_samples import shown_samples
 from tests.example_runs import HOSTILE, write_run
 
 SIZES = ("bytes_in", "bytes_out", "rows", "tokens", "memory_before", "memory_after", "peak")
@@ -164,7 +164,7 @@ def test_calls_and_memory_equal_those_of_the_events(runs):
 
 
 def test_more_events_than_a_page_can_hold_are_named(runs, monkeypatch):
-    monkeypatch.setattr("hybridflow.report.event_summary._MOST_EVENTS", 70)
+    monkeypatch.setattr("hybridflow.tracking.report.event_summary._MOST_EVENTS", 70)
     views = EventSummary(RunFiles.of(runs[0])).views()
     assert sum(len(view["events"]) for view in views) <= 70
     assert all(view["left_out"] > 0 and view["counts"]["call"] == 20 for view in views)
@@ -294,4 +294,4 @@ def test_the_page_needs_no_network_and_runs_no_other_script(runs):
 
 def test_all_parts_belong_to_the_package():
     settings = (Path(pages.__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"hybridflow.report" = ["*.html", "*.css", "*.js"]' in settings
+    assert '"hybridflow.tracking.report" = ["*.html", "*.css", "*.js"]' in settings

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.report import page as pages
-from hybridflow.report.page import write_report
+from hybridflow.tracking.report import page as pages
+from hybridflow.tracking.report.page import write_report
 from tests.example_runs import HOSTILE, write_run
 from tests.headless_browser import Page, find_browser, open_browser
 

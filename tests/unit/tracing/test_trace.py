@@ -21,7 +21,8 @@ from hybridflow.errors import CheckpointError, ConfigError, MissingColumnError, 
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.graph import Graph, GraphBuilder
-from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.tracing.trace import PUBLISHED, Trace, check_driver, model_spec, trace_driver
 from recipes.arithmetic import Arithmetic
 from recipes.small_model import SmallModel

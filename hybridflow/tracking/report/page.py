@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.report.curves import curves, is_number
-from hybridflow.report.event_summary import EventSummary
-from hybridflow.report.limits import find_limits
-from hybridflow.report.run_files import RunFiles
-from hybridflow.report.shown_samples import shown_samples
+from hybridflow.tracking.report.curves import curves, is_number
+from hybridflow.tracking.report.event_summary import EventSummary
+from hybridflow.tracking.report.limits import find_limits
+from hybridflow.tracking.report.run_files import RunFiles
+from hybridflow.tracking.report.shown_samples import shown_samples
 
 _SCRIPTS = ("page_elements.js", "page_curves.js", "page_timeline.js", "page_samples.js", "page.js")
 _CURVE_POINTS, _MOST_MARKS = 40_000, 2_000

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridflow.command_line import asks_for_help, help_text, read_settings
+from hybridflow.cli.command_line import asks_for_help, help_text, read_settings
+from hybridflow.cluster.startup import is_shown, listening, stage
 from hybridflow.errors import (
     BatchError,
     CheckpointError,
@@ -29,7 +30,6 @@ from hybridflow.errors import (
     PromptError,
     WorkerError,
 )
-from hybridflow.startup import is_shown, listening, stage
 
 CONFIGURATION = (ConfigError, PlacementError, ModelError, PromptError, CheckpointError, BatchError)
 """Errors of what a run is given, unless a worker raised them or an iteration was done."""
@@ -99,7 +99,9 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
     display = None
     try:
         name = str(read_settings(*driver.defaults, arguments=arguments).get("name", "")) if driver.defaults else ""
-        from hybridflow.start_display import StartDisplay  # late, like the rest: --help and wrong settings are quick
+        from hybridflow.tracking.start_display import (
+            StartDisplay,  # late, like the rest: --help and wrong settings are quick
+        )
 
         display = StartDisplay(run_directory(name or Path(driver.file).stem))
         with listening(display):

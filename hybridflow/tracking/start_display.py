@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow.kept_files import as_document
+from hybridflow.tracking.kept_files import as_document
 
 logger = logging.getLogger(__name__)
 QUIET_SECONDS = 4.0

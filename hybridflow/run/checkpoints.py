@@ -43,11 +43,11 @@ from hybridflow.errors import (
     WaitTimeoutError,
     WorkerError,
 )
-from hybridflow.recovery import needs_moments, rebuild, replace_lost
-from hybridflow.run_lock import RunLock
-from hybridflow.run_state import Moment, RunParts, Saving, metric_values, restore, verified
+from hybridflow.run.recovery import needs_moments, rebuild, replace_lost
+from hybridflow.run.run_state import Moment, RunParts, Saving, metric_values, restore, verified
 from hybridflow.settings import require
-from hybridflow.streams import ResponseStream
+from hybridflow.streams.stream import ResponseStream
+from hybridflow.tracking.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
 _ENDED, _END_SECONDS = "ended", 60.0

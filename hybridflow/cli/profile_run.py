@@ -31,7 +31,8 @@ from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, Pass, architecture
 from hybridflow.planner.describe.cluster_spec import DEVICES, slowed
 from hybridflow.planner.describe.mesh import powers
-from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.protocols.operation import register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import Size, require, settings
 from hybridflow.topology import RankGrid
 from hybridflow.tracing.trace import configuration

@@ -11,8 +11,8 @@ from typing import Any
 from hybridflow.cluster.iterations import Incident
 from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.call_events import Event
-from hybridflow.report.record import as_record
-from hybridflow.report.utilization import mfu, peak_flops
+from hybridflow.tracking.report.record import as_record
+from hybridflow.tracking.report.utilization import mfu, peak_flops
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hybridflow.report.curves import is_number, rounded
-from hybridflow.report.run_files import RunFiles, as_object
+from hybridflow.tracking.report.curves import is_number, rounded
+from hybridflow.tracking.report.run_files import RunFiles, as_object
 
 _BUDGET, _CHARACTERS, _TOKENS = 6_000_000, 20_000, 4_096
 _STEP = re.compile(rb'\{"step": (\d{1,15}),')

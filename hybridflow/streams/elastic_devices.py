@@ -13,8 +13,8 @@ from hybridflow.planner.elastic.gain import POLICIES
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.state import Component, Policy, State
 from hybridflow.planner.elastic.transitions import Switch
-from hybridflow.resizing import GroupSizes
 from hybridflow.settings import require
+from hybridflow.streams.resizing import GroupSizes
 
 
 class NotResizedError(HybridFlowError, RuntimeError):

@@ -17,15 +17,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from hybridflow.admission import StreamOptions
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.driver import sync_weights
-from hybridflow.elastic_devices import ElasticDevices, NotResizedError
 from hybridflow.environments.agent import Agent
 from hybridflow.errors import HybridFlowError, PlacementError
+from hybridflow.planner.admission import StreamOptions
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
     LOOKS,
@@ -41,9 +40,10 @@ from hybridflow.planner.elastic.state import (
     Wait,
 )
 from hybridflow.planner.elastic.transitions import Switch, placement, why
-from hybridflow.replica_calls import RowReports
-from hybridflow.replica_stream import ReplicaStream
 from hybridflow.settings import require
+from hybridflow.streams.elastic_devices import ElasticDevices, NotResizedError
+from hybridflow.streams.replica_calls import RowReports
+from hybridflow.streams.replica_stream import ReplicaStream
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hybridflow.replica_calls import ReplicaCalls
-from hybridflow.streams import ResponseStream
+from hybridflow.streams.replica_calls import ReplicaCalls
+from hybridflow.streams.stream import ResponseStream
 
 
 class ReplicaStream(ResponseStream):

@@ -245,7 +245,7 @@ def self_test(seconds: float = _TEST_SECONDS) -> Finding:
     two; before the last one the engine is closed and a second one built."""
     start = time.monotonic()
     environment = {"RAY_ADDRESS": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    status, lines = _child([sys.executable, "-m", "hybridflow.self_test"], seconds, environment)
+    status, lines = _child([sys.executable, "-m", "hybridflow.cli.self_test"], seconds, environment)
     took = f"{time.monotonic() - start:.0f} s"
     if status == 0 and lines:
         return Finding("self-test", f"{lines[-1]} in {took}")

@@ -18,22 +18,22 @@ from typing import Any
 
 import yaml
 
-from hybridflow import startup
 from hybridflow.batch.batch import Batch
+from hybridflow.cluster import startup
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
-from hybridflow.live_plot import LivePlot
-from hybridflow.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
-from hybridflow.report.recorder import EventRecorder
-from hybridflow.report.run_files import RunFiles
-from hybridflow.run_display import RunDisplay, drawn_curve
-from hybridflow.run_lock import RunLock
-from hybridflow.sample_rows import SampledBatches, sampled
+from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
+from hybridflow.tracking.live_plot import LivePlot
+from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
+from hybridflow.tracking.report.recorder import EventRecorder
+from hybridflow.tracking.report.run_files import RunFiles
+from hybridflow.tracking.run_display import RunDisplay, drawn_curve
+from hybridflow.tracking.run_lock import RunLock
+from hybridflow.tracking.sample_rows import SampledBatches, sampled
 
 logger = logging.getLogger(__name__)
 _KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
@@ -46,12 +46,12 @@ class Tracker:
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
       figures of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
-    - `events.jsonl`: every call on every device, see `hybridflow.report.record`. Of several trackers,
+    - `events.jsonl`: every call on every device, see `hybridflow.tracking.report.record`. Of several trackers,
       the newest writes it.
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
     - `config.yaml`: the run's settings, if `config` gives them as plain data; written with the first of the others.
     - `to`: "tensorboard" (event files in the directory), "wandb" and "mlflow" (extras of the package), or objects of
-      `hybridflow.metric_loggers.MetricLogger`. Each is called in a thread of its own.
+      `hybridflow.tracking.metric_loggers.MetricLogger`. Each is called in a thread of its own.
 
     `load_state` continues the run that `state` was taken of. Without it, the first write renames the files of an
     earlier run in the directory to `metrics.<n>.jsonl` and so on. `total` is the number of iterations, for the display.

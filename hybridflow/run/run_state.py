@@ -38,7 +38,7 @@ from hybridflow.engines.checkpoint.manifest import (
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
-from hybridflow.tracker import Tracker
+from hybridflow.tracking.tracker import Tracker
 from hybridflow.workers.saved_state import has_state, rank_file
 from hybridflow.workers.worker import Worker
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
-from hybridflow.admission import Admission, Replica, StreamBatch, StreamOptions
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef, wait_for_one
 from hybridflow.cluster.future import while_waiting
@@ -28,7 +27,9 @@ from hybridflow.data.drawn_prompts import DrawnPrompts
 from hybridflow.data.prompts import PromptSource
 from hybridflow.environments.agent import Agent
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.replica_calls import (
+from hybridflow.planner.admission import Admission, Replica, StreamBatch, StreamOptions
+from hybridflow.settings import require
+from hybridflow.streams.replica_calls import (
     Finished,
     ReplicaCalls,
     Responses,
@@ -38,7 +39,6 @@ from hybridflow.replica_calls import (
     replica_calls,
     with_prompts,
 )
-from hybridflow.settings import require
 
 Function = Callable[[BatchRef], BatchRef]
 _LOOK_SECONDS, _BATCHES = 1.0, 4  # the driver is at most two batches ahead of the hosts

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.kept_files import KeptFiles
+from hybridflow.tracking.kept_files import KeptFiles
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def find_loggers(to: Destinations) -> dict[str, MetricLogger]:
         else:
             raise ConfigError(
                 f"Tracker(to=...) was given {item!r:.80}: give names ({', '.join(_LOGGERS)}) or objects with the "
-                f"methods open, log and close of hybridflow.metric_loggers.MetricLogger."
+                f"methods open, log and close of hybridflow.tracking.metric_loggers.MetricLogger."
             )
         if name in found:
             raise ConfigError(f"Tracker(to=...) names {name!r} twice: name each logger once.")

@@ -17,8 +17,8 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.rank_state import set_random_state
-from hybridflow.run_state import Moment, follow, give_values, has_value
-from hybridflow.tracker import Tracker
+from hybridflow.run.run_state import Moment, follow, give_values, has_value
+from hybridflow.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.report.record import CALLS, read_events
+from hybridflow.tracking.report.record import CALLS, read_events
 
 Record = Mapping[str, Any]
 _DRIVER = 0  # its process id in the trace

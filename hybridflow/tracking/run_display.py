@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow import startup
+from hybridflow.cluster import startup
 
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),

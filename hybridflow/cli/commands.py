@@ -107,7 +107,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(given: argparse.Namespace, rest: Sequence[str]) -> None:
-    from hybridflow.launch import run_file
+    from hybridflow.cli.launch import run_file
 
     run_file(given.driver, [*given.settings, *rest], check=not given.no_check)
 
@@ -156,12 +156,12 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    from hybridflow.doctor import report
+    from hybridflow.cli.doctor import report
 
     if rest:
         raise ConfigError(f"doctor takes one directory, got {rest[0]!r}.")
     if given.model is not None:
-        from hybridflow.model_report import report_model
+        from hybridflow.cli.model_report import report_model
 
         return min(1, report_model(Path(given.model), lambda line: print(line, flush=True)))
     if wrong := report(lambda line: print(line, flush=True), run=not given.no_run):
@@ -181,9 +181,9 @@ def _add_timeline(commands: Any) -> None:
 
 
 def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:
-    from hybridflow.report.chrome_trace import write_timeline
-    from hybridflow.report.limits import find_limits
-    from hybridflow.report.record import read_events
+    from hybridflow.tracking.report.chrome_trace import write_timeline
+    from hybridflow.tracking.report.limits import find_limits
+    from hybridflow.tracking.report.record import read_events
 
     if rest:
         raise ConfigError(f"timeline takes one run, got {rest[0]!r} as well.")
@@ -206,7 +206,7 @@ def _add_report(commands: Any) -> None:
 
 
 def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
-    from hybridflow.report.page import write_report
+    from hybridflow.tracking.report.page import write_report
 
     if rest:
         raise ConfigError(f"report takes one run or two, got {rest[0]!r} as well.")
@@ -224,8 +224,8 @@ def _add_replay(commands: Any) -> None:
 
 
 def _replay(given: argparse.Namespace, rest: Sequence[str]) -> None:
-    from hybridflow.launch import load_driver
-    from hybridflow.replay import replay
+    from hybridflow.cli.launch import load_driver
+    from hybridflow.run.replay import replay
 
     print(replay(given.directory, given.step, load_driver, given.driver, rest))
 
@@ -239,9 +239,9 @@ def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.cli.profile_run import profile
     from hybridflow.cluster.session import Session
     from hybridflow.models.spec import ModelSpec
-    from hybridflow.profiling import profile
     from hybridflow.tracing.trace import configuration
 
     if rest:
@@ -276,7 +276,7 @@ def _check_target(path: str | None) -> None:
 
 
 def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
-    from hybridflow.launch import load_driver, split_name
+    from hybridflow.cli.launch import load_driver, split_name
 
     split_name(given.driver)
     for target in (given.save, given.chart):

@@ -19,7 +19,7 @@ from hybridflow.cluster.session import Session
 from hybridflow.driver import shutdown
 from hybridflow.engines.checkpoint.manifest import complete_steps, is_set_aside, step_of
 from hybridflow.errors import ConfigError
-from hybridflow.report.run_files import RunFiles
+from hybridflow.tracking.report.run_files import RunFiles
 
 _MEASURED = ("step", "time/", "perf/")  # of the machine, not of the batch
 METRICS = "metrics.jsonl"

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridflow.report.curves import is_number, rounded
-from hybridflow.report.device_time import DRIVER, KINDS, Activity, Interval, role_overlap, shares
-from hybridflow.report.run_files import RunFiles
+from hybridflow.tracking.report.curves import is_number, rounded
+from hybridflow.tracking.report.device_time import DRIVER, KINDS, Activity, Interval, role_overlap, shares
+from hybridflow.tracking.report.run_files import RunFiles
 
 _MARKS = ("restart", "skipped", "note")
 _MOST_VIEWS, _MOST_EVENTS = 12, 30_000

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.doctor import Finding
 from hybridflow.config import FSDP, VLLM
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
-from hybridflow.doctor import Finding
 from hybridflow.engines.checkpoint.reader import INDEX, Checkpoint
 from hybridflow.engines.vllm.requirements import check, check_config
 from hybridflow.errors import HybridFlowError

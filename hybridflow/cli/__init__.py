@@ -1,0 +1,1 @@
+"""What a person starts from a shell: commands, settings of a driver, doctor, profile. Read `commands.py` first."""

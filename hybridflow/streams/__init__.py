@@ -1,0 +1,1 @@
+"""Generation beside training, and groups that change their sizes. Read `stream.py` first."""
