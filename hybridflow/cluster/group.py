@@ -24,8 +24,9 @@ from typing import Any
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
+from hybridflow.cluster.bound_settings import bound_settings
 from hybridflow.cluster.future import Failure, Future
-from hybridflow.cluster.group_call import GroupCall, bound_settings
+from hybridflow.cluster.group_call import GroupCall
 from hybridflow.cluster.held_calls import partners
 from hybridflow.cluster.interactive import group_table
 from hybridflow.cluster.row_refs import ColumnRef, SplitSpec, outputs_of

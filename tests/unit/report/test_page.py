@@ -293,5 +293,5 @@ def test_the_page_needs_no_network_and_runs_no_other_script(runs):
 
 
 def test_all_parts_belong_to_the_package():
-    settings = (Path(pages.__file__).parents[2] / "pyproject.toml").read_text()
+    settings = (Path(pages.__file__).parents[3] / "pyproject.toml").read_text()
     assert '"hybridflow.tracking.report" = ["*.html", "*.css", "*.js"]' in settings
