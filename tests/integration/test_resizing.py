@@ -91,7 +91,8 @@ def test_training_in_changing_sizes_is_training(name, actors, pool):
         pending = moves.compute_log_prob(batch)
         expected, got = (group.update_actor(batch).get() for group in (stays, moves))
         assert {"actor/loss", "actor/grad_norm"} <= set(expected)
-        assert got == pytest.approx(expected, rel=bound), f"update {step} at {moves.grid}"
+        # the loss is a small difference of rounded numbers
+        assert got == pytest.approx(expected, rel=bound, abs=bound / 2), f"update {step} at {moves.grid}"
         before, counters = moves.whole_state().get()[0]
         to = known[(step + 1) % len(known)]
         done = sizes.resize(to)
