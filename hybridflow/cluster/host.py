@@ -1,6 +1,6 @@
 """Host: the process of one device. It holds any number of models and runs their calls one at a time.
 
-    driver --RankCall(seq, group, method, inputs by reference)--> Host --> worker.method(Batch) --> Manifest
+    driver --CallRequest(what all ranks share, own inputs, references)--> Host --> worker.method(Batch) --> Manifest
 
 A call never raises through Ray: the host resolves inputs itself, the ranks of a group agree before the first collective
 that all have them, and failures are returned as values. So no rank skips a call that its peers run.
