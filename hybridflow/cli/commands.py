@@ -365,7 +365,3 @@ def _lengths(text: str) -> float | tuple[float, float]:
         return (float(mean), float(most)) if most else float(mean)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of tokens, or MEAN:MAX") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

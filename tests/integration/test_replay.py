@@ -46,13 +46,13 @@ def test_a_replayed_step_has_the_metrics_of_the_run(tmp_path, warm):
     settings = ("every=2", "asynchronous=0", "batches=1")
     driver = f"{DRIVER}:as_function"
     run_program(
-        warm, ROOT / "hybridflow" / "cli.py", "run", "--no-check", driver, run, model, prompts, STEPS, *settings
+        warm, ROOT / "hybridflow" / "__main__.py", "run", "--no-check", driver, run, model, prompts, STEPS, *settings
     )
     records = BatchRecords(run / "checkpoints" / "batches")
     assert records.steps == [*range(1, STEPS + 1)]
     assert BatchRecord.read(records.path(STEP, 0)).rows.rows == 16
     before = contents(run)
-    told = run_program(warm, ROOT / "hybridflow" / "cli.py", "replay", run, "--step", STEP)
+    told = run_program(warm, ROOT / "hybridflow" / "__main__.py", "replay", run, "--step", STEP)
     assert contents(run) == before
     assert RecordedProgram.read(records).driver == driver
     replayed = run / f"replay-{STEP}"
