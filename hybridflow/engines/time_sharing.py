@@ -102,9 +102,16 @@ class SharedStages:
             Work(micro_batches=counts, forward=time, backward=2 * time)
             for counts, time in zip(works, times, strict=True)
         )
-        if context.schedule[0] != planned:  # the first rank searches for all
-            found = [together(context.grid.p, planned, at_once=True) if context.rank == 0 else None]
+        if context.schedule[0] != planned:  # the first rank searches for all, and its error is that of all
+            found: list[Schedule | WorkerError | None] = [None]
+            if context.rank == 0:
+                try:
+                    found = [together(context.grid.p, planned, at_once=True)]
+                except Exception as error:
+                    found = [WorkerError(f"no order of the updates was found: {type(error).__name__}: {error}")]
             dist.broadcast_object_list(found, group=planning, group_src=0)
+            if isinstance(found[0], WorkerError):
+                raise found[0]
             context.schedule = planned, found[0]
         self.schedule = schedule = context.schedule[1]
         return live, schedule.stages[context.coords.p]

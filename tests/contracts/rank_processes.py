@@ -201,7 +201,11 @@ class RankProcesses:
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT} s")
-            good, value = pickle.loads(pipe.recv_bytes())
+            try:
+                good, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                self._processes[rank].join(5)
+                raise AssertionError(f"rank {rank} died: exit code {self._processes[rank].exitcode}") from None
             if not good:
                 raise AssertionError(f"rank {rank} failed:\n{value}")
             out.append(value)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 from hybridflow import config
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from hybridflow.engines import time_sharing
 from hybridflow.engines.time_sharing import SharedStages
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.planner.pipeline.schedule import Instruction
@@ -162,6 +164,21 @@ def searches(world: World, name: str, strategies: Mapping[str, Any], paths: Mapp
     for engine in engines.values():
         engine.context.groups.close()
         engine.close()
+    return found
+
+
+def search_that_fails(world: World, name: str, strategies: Mapping[str, Any], paths: Mapping[str, Path]) -> list[str]:
+    """What the two updates return when the first rank cannot search."""
+    engines = {
+        head: build(world, f"{name}-{head}", strategies[head], 4, path, head, config.Adam(lr=1e-3), None, False)
+        for head, path in paths.items()
+    }
+    shared = SharedStages(list(engines.values()), next(iter(engines.values())).context)
+    batches = {h: [share(make_batch(12, seed=1), each.grid, world.rank)] for h, each in engines.items()}
+    updates = [partial(update, each, batches[head], [loss_of(head)]) for head, each in engines.items()]
+    with mock.patch.object(time_sharing, "together", side_effect=MemoryError("no room for the search")):
+        found = [str(result[-2] if isinstance(result, list) else result) for result in shared.run(updates)]
+    world.engines += engines.values()
     return found
 
 

@@ -69,6 +69,11 @@ def test_one_rank_searches_and_again_only_for_other_micro_batches(processes: Ran
     assert found == [[1, 1, 2], *[[0, 0, 0]] * 3]
 
 
+def test_a_search_that_fails_ends_the_updates_of_all_ranks(processes: RankProcesses, paths: dict[str, Path]):
+    for rank in processes.run(4, tasks.search_that_fails, processes.name(), STRATEGIES["2-1-2"], paths):
+        assert all("MemoryError: no room for the search" in error for error in rank)
+
+
 @pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)], ids=str)
 def test_one_model_has_the_gradients_of_megatrons_schedule(processes: RankProcesses, paths: dict[str, Path], sizes):
     strategy = Megatron(pp=sizes[0], tp=sizes[1], dp=sizes[2], micro_tokens=24)
