@@ -280,6 +280,8 @@ class WorkerGroup:
                 settings[name] = BatchRef.from_batch(value)
             elif isinstance(value, OneColumn):
                 settings[name] = value.batch
+        if operation.binds is not None:
+            settings = dict(operation.binds(self.settings, settings))
         if operation.check is not None:
             operation.check(self.settings, settings)
         operation = operation.of_call(self.settings, settings)
@@ -358,9 +360,11 @@ class WorkerGroup:
         if numbers := [n for n in self._schedule.get(name, ()) if n is not None]:
             return self._replicas[numbers[0]].usually_writes(name)
         parameters = self._signatures[name].parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        call: Mapping[str, Any] = {p.name: p.default for p in parameters if p.default is not p.empty}
+        operation = self.operations[name]
         try:
-            return self.operations[name].columns_written(self.settings, defaults)
+            call = call if operation.binds is None else operation.binds(self.settings, call)
+            return operation.columns_written(self.settings, call)
         except (KeyError, HybridFlowError):  # they depend on a setting without a default
             return ()
 

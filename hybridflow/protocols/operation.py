@@ -43,9 +43,10 @@ class Operation:
     `resizes`: the number of output rows is known only after the call (the call waits, or with `later` returns a
     `LaterBatch`); a callable gets the worker's and the call's settings, and where it answers True the method returns
     the columns of the input itself. `replica` names the setting that, unless None, numbers the one generation replica
-    to call (`on_replica`). `check` validates a call's settings on the driver. `kind` classifies the operation for the
-    planner; by default an operation with `repeat` and `carries` generates, one with `chunks` or named update_...
-    trains.
+    to call (`on_replica`). `binds(worker settings, call settings)` gives the settings that travel, found once per call:
+    the method and all other callables get these. `check` validates them on the driver. `kind` classifies the operation
+    for the planner; by default an operation with `repeat` and `carries` generates, one with `chunks` or named
+    update_... trains.
 
     Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
     """
@@ -65,6 +66,7 @@ class Operation:
     resizes: bool | Callable[[Settings, Settings], bool] = False
     later: bool = False
     replica: str | None = None
+    binds: Callable[[Settings, Settings], Settings] | None = field(default=None, repr=False)
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
     metrics: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -32,7 +32,7 @@ from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
-from hybridflow.config import VLLM
+from hybridflow.config import VLLM, Sampling
 from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
@@ -344,7 +344,8 @@ def _sampled(ranks: RankGroup, call: RankCall, rows: RankRows, due: int) -> Samp
         tokens = _column_of(rows, "prompt_ids").lengths.tolist()
     elif "prompt" in rows.columns:
         tokens = [max(1, len(str(text)) // _CHARACTERS) for text in _column_of(rows, "prompt")]
-    longest = call.settings.get("max_tokens", own)
+    asked = call.settings.get("sampling")
+    longest = asked.longest if isinstance(asked, Sampling) else call.settings.get("max_tokens", own)
     return SampledRows(rows.rows, due // max(rows.rows, 1), longest, tuple(tokens))
 
 

@@ -352,6 +352,7 @@ class ActorWorker(RowSession, ModelWorker):
 
     @register(
         THREE_D_PROTO,
+        binds=_UPDATE.binds,
         reads=_UPDATE.reads,
         compares=_COMPARED,
         chunks="minibatches",

@@ -124,6 +124,7 @@ class CriticWorker(ModelWorker):
 
     @register(
         THREE_D_PROTO,
+        binds=lambda settings, call: _UPDATES[settings["of"]].binds(settings, call),
         reads=lambda settings, call: _UPDATES[settings["of"]].reads(settings, call),
         chunks="minibatches",
         trajectories=True,

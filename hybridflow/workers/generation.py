@@ -40,36 +40,42 @@ from hybridflow.workers.row_columns import SESSION_ROWS, WRITTEN, row_columns, t
 
 _AGENTS = 2
 """Whose processes stay between calls, so that training and evaluation may take turns."""
-_SESSION = ("batch", "until", "rows", "replica", "version")
-"""Settings of `advance_rows` that are not those of the sampling."""
+_SESSION = ("batch", "solve", "until", "rows", "replica", "version")
+"""Settings of `run` and `advance_rows` that are not those of the sampling."""
 
 
-def _sampling(settings: Settings, call: Settings) -> Sampling:
-    if settings["generate"] is None:
+def _bound(settings: Settings, call: Settings) -> Settings:
+    """The call's `sampling` and `agent` (or None) as values, in place of the settings that they are made of."""
+    if (own := settings["generate"]) is None:
         raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
-    own: VLLM = settings["generate"]
-    others = (*_SESSION, *AGENT_SETTINGS)
-    return replace(own.sampling, **{name: value for name, value in call.items() if name not in others})
+    return _as_values(own, call)
+
+
+def _as_values(strategy: VLLM, call: Settings) -> Settings:
+    if isinstance(call.get("sampling"), Sampling):  # by the driver
+        return call
+    others = {name: value for name, value in call.items() if name not in (*_SESSION, *AGENT_SETTINGS)}
+    kept = {name: value for name, value in call.items() if name in _SESSION}
+    return kept | {"sampling": replace(strategy.sampling, **others), "agent": Agent.of(call)}
 
 
 def _check(settings: Settings, call: Settings) -> None:
-    asked = _sampling(settings, call)
-    if (
-        "max_tokens" in call and (Path(settings["model"]) / "config.json").is_file()
-    ):  # a trace may have a model's name only
-        check_response(read_spec(settings["model"], "lm", FSDP()), settings["generate"], asked.max_tokens)
+    most, strategy = call["sampling"].max_tokens, settings["generate"]
+    here = (Path(settings["model"]) / "config.json").is_file()  # a trace may have a model's name only
+    if most != strategy.sampling.max_tokens and here:
+        check_response(read_spec(settings["model"], "lm", FSDP()), strategy, most)
     batch = call["batch"]
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):
         raise PromptError(
             f"prompts are text and {settings['model']} has no tokenizer. Give prompt_ids, or add a tokenizer."
         )
-    if (agent := Agent.of(call)) is not None and isinstance(batch, BatchRef):
+    if (agent := call["agent"]) is not None and isinstance(batch, BatchRef):
         agent.check(str(settings["model"]), batch.columns)
 
 
 def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
-    return ("prompt_ids|prompt", "row_id?") if Agent.of(call) is None else None
+    return ("prompt_ids|prompt", "row_id?") if call["agent"] is None else None
 
 
 def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
@@ -80,17 +86,18 @@ def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
 
 
 def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
-    written = _written(settings, agent := Agent.of(call))
+    written = _written(settings, agent := call["agent"])
     return written if agent is None else tuple(dict.fromkeys((*call["batch"].columns, *written)))
 
 
 generates = register(
     THREE_D_ALL_MICRO_DP,
+    binds=_bound,
     reads=_reads,
     writes=_writes,
-    repeat=lambda settings, call: _sampling(settings, call).n,
+    repeat=lambda settings, call: call["sampling"].n,
     carries=True,
-    resizes=lambda settings, call: Agent.of(call) is not None,
+    resizes=lambda settings, call: call["agent"] is not None,
     check=_check,
 )
 """Declares `generate_sequences` and `run` of a worker whose settings are `model` and `generate`."""
@@ -129,26 +136,24 @@ class Generation:
             engine.close()
             raise
 
-    def responses(self, batch: Batch, **sampling: Any) -> Batch:
+    def responses(self, batch: Batch, sampling: Sampling) -> Batch:
         """`n` responses per prompt of `batch`, as the columns of `generate_sequences`.
 
         A row's random numbers depend on the seed of `sampling` and its `row_id`, not on the split.
         """
-        chosen = replace(self.strategy.sampling, **sampling)
         row_ids = _row_ids(batch)
-        drawn = self.engine.generate(self._prompt_ids(batch), chosen, _seeds(chosen, row_ids), row_ids)
+        drawn = self.engine.generate(self._prompt_ids(batch), sampling, _seeds(sampling, row_ids), row_ids)
         return self._columns([row for several in drawn for row in several])
 
-    def trajectories(self, batch: Batch, agent: Agent, **sampling: Any) -> Batch | None:
+    def trajectories(self, batch: Batch, agent: Agent, sampling: Sampling) -> Batch | None:
         """`n` trajectories per row of `batch`, see `RowSession.run`; None on ranks whose output is not collected."""
-        chosen = replace(self.strategy.sampling, **sampling)
         row_ids = _row_ids(batch) or list(range(batch.rows))
-        begun = self.engine.new_rows([[]] * batch.rows, chosen, _seeds(chosen, row_ids), row_ids)
+        begun = self.engine.new_rows([[]] * batch.rows, sampling, _seeds(sampling, row_ids), row_ids)
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
         turns = AgentTurns(partial(self._sessions.of, agent), agent.on_failure, self._numbers)
-        turns.start(begun, [row for row in batch.to_dicts() for _ in range(chosen.n)])
+        turns.start(begun, [row for row in batch.to_dicts() for _ in range(sampling.n)])
         try:
             self.engine.serve(turns)
         except BaseException:
@@ -156,8 +161,8 @@ class Generation:
             raise
         acted = turns.take()
         report_failures(acted, raises=agent.on_failure == "raise")
-        own, several = self.trajectory_batch(acted, chosen.n, agent)
-        carried = batch[torch.tensor([at // chosen.n for at, rows in enumerate(several) for _ in rows])]
+        own, several = self.trajectory_batch(acted, sampling.n, agent)
+        carried = batch[torch.tensor([at // sampling.n for at, rows in enumerate(several) for _ in rows])]
         return carried.with_columns(**{name: own[name] for name in own.columns})
 
     def trajectory_batch(
@@ -182,27 +187,26 @@ class Generation:
         until: Until,
         rows: Sequence[Mapping[str, Any]] = (),
         version: int | None = None,
-        **call: Any,
+        sampling: Sampling = Sampling(),  # noqa: B008  a frozen value
+        agent: Agent | None = None,
     ) -> Batch | None:
         """The rows that finish, see `RowSession.advance_rows`."""
-        agent = Agent.of(call)
-        sampling = {name: value for name, value in call.items() if name not in AGENT_SETTINGS}
-        chosen, engine = replace(self.strategy.sampling, **sampling), self.engine
+        engine = self.engine
         given = [Row(**row) for row in rows]
         if batch is not None:
             row_ids, prompts = _row_ids(batch), [[]] * batch.rows if agent else self._prompt_ids(batch)
-            given += engine.new_rows(prompts, chosen, _seeds(chosen, row_ids), row_ids)
+            given += engine.new_rows(prompts, sampling, _seeds(sampling, row_ids), row_ids)
         self._acting.check(agent)
         if agent is None:
             engine.submit(given)
         elif batch is not None:
-            self._acting.start(agent, given, batch, chosen.n)
+            self._acting.start(agent, given, batch, sampling.n)
         if version is not None:
             engine.policy_version = version
             self.outdated, self._named = False, True
         if agent is not None:
             acted = self._acting.advance(until)
-            return None if acted is None else self._session_columns(acted, agent, chosen.n)
+            return None if acted is None else self._session_columns(acted, agent, sampling.n)
         engine.advance(until)
         taken = engine.take()
         return with_session(self._columns(taken), [(row, row.policy_version, len(row.token_ids)) for row in taken])
@@ -266,7 +270,7 @@ def _check_session(settings: Settings, call: Settings) -> None:
         isinstance(call["until"], Until) and call["until"] != Until(),
         f"advance_rows(until={call['until']!r}): give when the call ends, such as hf.Until(steps=16) or (seconds=1.0).",
     )
-    if Agent.of(call) is not None:
+    if call["agent"] is not None:
         require(
             call["until"].steps is None,
             "advance_rows(until=hf.Until(steps=...)) with an agent: it may wait for a tool between two steps. Give "
@@ -304,8 +308,9 @@ class RowSession:
 
     @register(
         THREE_D_ALL_MICRO_DP,
-        reads=lambda settings, call: ("prompt_ids|prompt", "row_id") if Agent.of(call) is None else None,
-        writes=lambda settings, call: tuple(dict.fromkeys((*_written(settings, Agent.of(call)), *SESSION_ROWS))),
+        binds=_bound,
+        reads=lambda settings, call: ("prompt_ids|prompt", "row_id") if call["agent"] is None else None,
+        writes=lambda settings, call: tuple(dict.fromkeys((*_written(settings, call["agent"]), *SESSION_ROWS))),
         resizes=True,
         later=True,
         replica="replica",
@@ -339,7 +344,8 @@ class RowSession:
         lost: what it had submitted before can be withdrawn.
         """
         with self.generating(alone=replica is not None) as generation:
-            return generation.advance(batch, until, rows, version, **sampling)
+            asked = _as_values(generation.strategy, sampling)
+            return generation.advance(batch, until, rows, version, asked["sampling"], asked["agent"])
 
     @generates
     def run(self, batch: Batch, solve: Callable[..., Any], **options: Any) -> Batch | None:
@@ -360,11 +366,11 @@ class RowSession:
 
     def acting(self, batch: Batch, **call: Any) -> Batch | None:
         """Plain responses, or the trajectories of the agent of a call with these settings."""
-        sampling = {name: value for name, value in call.items() if name not in AGENT_SETTINGS}
         with self.generating() as generation:
-            if (agent := Agent.of(call)) is None:
-                return generation.responses(batch, **sampling)
-            return generation.trajectories(batch, agent, **sampling)
+            asked = _as_values(generation.strategy, call)
+            if (agent := asked["agent"]) is None:
+                return generation.responses(batch, asked["sampling"])
+            return generation.trajectories(batch, agent, asked["sampling"])
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
     def row_tokens(self, replica: int | None = None) -> list[tuple[int, int, int]]:

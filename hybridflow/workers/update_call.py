@@ -20,7 +20,7 @@ _OWN = ("minibatches", "epochs", "loss", "batch", "uneven")  # other settings of
 
 @dataclass(frozen=True)
 class UpdateCall:
-    """The declaration of an update operation, for `@register(reads=..., check=...)`.
+    """The declaration of an update operation, for `@register(binds=..., reads=..., check=...)`.
 
     `find_loss(loss, **options)` returns the loss of a call; `also_reads` are columns besides prompts, responses and the
     loss's own.
@@ -30,31 +30,34 @@ class UpdateCall:
     find_loss: Callable[..., Loss]
     also_reads: tuple[str, ...] = ()
 
+    def binds(self, settings: Settings, call: Settings) -> Settings:
+        """The loss as a value in place of its name and options. Errors: ConfigError for an unknown one."""
+        del settings
+        options = {name: value for name, value in call.items() if name not in _OWN}
+        for name in options:
+            if difflib.get_close_matches(name, _OWN, n=1, cutoff=0.75):
+                raise ConfigError(f"there is no setting {name!r}.{nearest(name, _OWN)}")
+        own = {name: value for name, value in call.items() if name in _OWN}
+        return own | {"loss": self.find_loss(call["loss"], **options)}
+
     def reads(self, settings: Settings, call: Settings) -> tuple[str, ...] | None:
-        loss = self._loss(call)
+        loss = call["loss"]
         teacher = (TEACHER,) if "ref_logits" in loss.outputs else ()
         if (own := loss.reads) is None:
             return None
         return ("prompt_ids", "response_ids", *or_sampled(own), *teacher, *self.also_reads, "row_id?", "trajectory_id?")
 
     def check(self, settings: Settings, call: Settings) -> None:
-        """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and
-        mini-batches of different sizes."""
+        """Errors: ConfigError for a worker without optimizer or teacher, and mini-batches of different sizes."""
         worker, good = f"{self.role.capitalize()}Worker", settings["optim"] is not None
         require(good, f"this {self.role} has no optimizer: give {worker}.on(..., optim=hf.Adam(lr=...)).")
-        for name in call:  # other names go to the loss
-            if name not in _OWN and difflib.get_close_matches(name, _OWN, n=1, cutoff=0.75):
-                raise ConfigError(f"there is no setting {name!r}.{nearest(name, _OWN)}")
         for name in ("minibatches", "epochs"):
             good = type(call[name]) is int and call[name] >= 1
             require(good, f"{name}={call[name]!r} must be a whole number of at least 1.")
         self._check_even(call)
-        asks = "ref_logits" in self._loss(call).outputs
+        asks = "ref_logits" in call["loss"].outputs
         good = not asks or settings.get("teacher") is not None
         require(good, f"this loss reads the logits of a teacher: give {worker}.on(..., teacher=), its model.")
-
-    def _loss(self, call: Settings) -> Loss:
-        return self.find_loss(call["loss"], **{name: value for name, value in call.items() if name not in _OWN})
 
     def _check_even(self, call: Settings) -> None:
         """Each mini-batch is one step, so rows of a smaller one weigh more.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class PolicyLoss(AggregatedLoss):
         """The loss of each token [N]."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """What `token_loss` is given."""
         return columns_of(self.token_loss)
@@ -91,7 +92,7 @@ class PolicyLoss(AggregatedLoss):
     def by_sequence(self) -> bool:
         return super().by_sequence or "mask" in self.inputs or self.rollout_correction is not None
 
-    @property
+    @cached_property
     def reads(self) -> tuple[str, ...]:
         names = [name for name in self.inputs if name not in (*_FROM_ENGINE, "mask")]
         names.append("response_mask")
@@ -101,12 +102,12 @@ class PolicyLoss(AggregatedLoss):
             names += correction.reads
         return tuple(dict.fromkeys(names))
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[str, ...]:
         asked = {"log_probs", *self.inputs} | ({"entropy"} if self.entropy_coef != 0.0 else set())
         return tuple(name for name in _FROM_ENGINE if name in asked)
 
-    @property
+    @cached_property
     def per_token(self) -> tuple[str, ...]:
         return tuple(name for name in self.reads if name in PER_TOKEN)
 
@@ -171,7 +172,7 @@ class UserTokenLoss(PolicyLoss):
         object.__setattr__(self, "default_aggregation", getattr(self.function, "aggregation", "token-mean"))
         super().__post_init__()
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         return columns_of(self.function)
 
