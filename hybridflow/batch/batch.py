@@ -24,6 +24,9 @@ from hybridflow.errors import BatchError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+_SOURCE_BITS = 32
+"""Numbers of the rows of one loader."""
+
 
 class Batch:
     """B rows of named columns: tensors or numpy arrays [B, ...], `Ragged`, or lists with one entry per row.
@@ -186,7 +189,10 @@ class Batch:
 
     @staticmethod
     def concat(parts: Sequence[Batch]) -> Batch:
-        """The rows of all parts. Errors: BatchError when there is no part or columns or their types differ."""
+        """The rows of all parts. Of parts that have equal `row_id`s, such as those of two loaders, the later ones get
+        others, and other `group_id`s: rows of different prompts are no group (unless they are rows of trajectories).
+
+        Errors: BatchError when there is no part or columns or their types differ."""
         if not parts:
             raise BatchError("Batch.concat needs at least one batch.")
         first = parts[0]
@@ -195,8 +201,18 @@ class Batch:
         for i, part in enumerate(parts):
             if differing := set(first.columns) ^ set(part.columns):
                 raise BatchError(f"batches 0 and {i} cannot be joined: only one of them has {sorted(differing)}.")
+        if "row_id" in first and "trajectory_id" not in first:
+            offsets = id_offsets([torch.as_tensor(part.peek("row_id")) for part in parts])
+            parts = [
+                part.with_columns(**part.renumbered(by)) if by else part
+                for part, by in zip(parts, offsets, strict=True)
+            ]
         made = {name: kinds.join(name, [part.peek(name) for part in parts]) for name in first.columns}
         return Batch._of(made, sum(part.rows for part in parts))
+
+    def renumbered(self, by: int) -> dict[str, Column]:
+        """`row_id` and `group_id`, where they are, plus `by`."""
+        return {name: torch.as_tensor(self.peek(name)) + by for name in ("row_id", "group_id") if name in self}
 
     def repeat(self, n: int) -> Batch:
         """Each row n times, the copies adjacent, as n responses per prompt need it.
@@ -334,3 +350,15 @@ def _unpickle(encoded: Mapping[str, Any], rows: int, chunk_rows: tuple[int, ...]
     made = {name: kinds.decode(value) for name, value in encoded.items()}
     shared = {name for name, value in encoded.items() if kinds.is_read_only(value)}
     return Batch._of(made, rows, shared, chunk_rows)
+
+
+def id_offsets(ids: Sequence[Tensor]) -> list[int]:
+    """What to add to the numbers [B] of each part, so that no two parts have equal ones."""
+    seen, out = set[int](), list[int]()
+    for own in ids:
+        by, mine = 0, own.tolist()
+        while not seen.isdisjoint(one + by for one in mine):
+            by += 1 << _SOURCE_BITS
+        seen.update(one + by for one in mine)
+        out.append(by)
+    return out

@@ -14,7 +14,7 @@ import ray
 import torch
 
 from hybridflow.batch import markup
-from hybridflow.batch.batch import Batch
+from hybridflow.batch.batch import Batch, id_offsets
 from hybridflow.batch.columns import Column, check_known, names_of, renamed
 from hybridflow.batch.row_selection import selected_rows
 from hybridflow.batch.row_split import even_bounds
@@ -218,7 +218,8 @@ class BatchRef:
 
     @staticmethod
     def concat(parts: Sequence[BatchRef]) -> BatchRef:
-        """Rows of all parts concatenated; the parts of one balanced split return to their original order."""
+        """Rows of all parts concatenated; the parts of one balanced split return to their original order. As in
+        `Batch.concat`, equal `row_id`s that the driver knows (those of loaders) become different ones."""
         if not parts:
             raise BatchError("BatchRef.concat needs at least one batch.")
         first, rows = parts[0], tuple(part.rows for part in parts)
@@ -230,6 +231,7 @@ class BatchRef:
         split = _permuted_split(parts)
         if len(parts) == 1 and split is None:
             return first
+        parts = _with_own_ids(parts)
         joined: dict[tuple[int, ...], Node] = {}
         refs = {}
         for name in first.columns:
@@ -339,6 +341,19 @@ def _as_ref(value: Any) -> BatchRef:
             f"only a batch or a mapping of columns can be united with a batch, got {type(value).__name__}."
         )
     return BatchRef.from_batch(value if isinstance(value, Batch) else Batch(value), number=False)
+
+
+def _with_own_ids(parts: Sequence[BatchRef]) -> Sequence[BatchRef]:
+    """The parts, of which no two have equal `row_id`s, where the driver knows all of them."""
+    ids = [part.column_refs.get("row_id") for part in parts]
+    known = all(ref and all(isinstance(one.ref, Manifest) for one in outputs_of([ref.node])) for ref in ids)
+    if not known or "trajectory_id" in parts[0]:
+        return parts
+    offsets = id_offsets([torch.as_tensor(part.get("row_id").peek("row_id")) for part in parts])
+    if not any(offsets):
+        return parts
+    own = [name for name in ("row_id", "group_id") if name in parts[0]]
+    return [part | Batch(part.get(own).renumbered(by)) for part, by in zip(parts, offsets, strict=True)]
 
 
 def _permuted_split(parts: Sequence[BatchRef]) -> SplitSpec | None:

@@ -271,3 +271,25 @@ def test_empty_batch_in_every_method():
     assert len(Batch({})) == 0
     with pytest.raises(IndexError):
         empty[0]
+
+
+def test_rows_of_two_sources_are_no_group():
+    """Both number their rows from 0; each keeps its own groups, also where they were repeated before."""
+    first, second = Batch({"row_id": torch.arange(3)}), Batch({"row_id": torch.arange(4)})
+    later = Batch.concat([first, second]).repeat(2)
+    before = Batch.concat([first.repeat(2), second.repeat(2), second.repeat(2)])
+    for found, groups in ((later, 7), (before, 11)):
+        assert len(found["row_id"].unique()) == found.rows == 2 * groups
+        assert torch.equal(found["group_id"].unique_consecutive(), found["group_id"][::2])
+        assert len(found["group_id"].unique()) == groups
+    again = Batch.concat([Batch.concat([first, first]), first])
+    assert len(again["row_id"].unique()) == 9
+
+
+def test_parts_of_one_batch_keep_their_numbers():
+    batch = Batch({"row_id": torch.arange(6)}).repeat(2)
+    joined = Batch.concat([batch[:3], batch[3:]])
+    assert torch.equal(joined["row_id"], batch["row_id"])
+    assert torch.equal(joined["group_id"], batch["group_id"])
+    turns = Batch({"row_id": torch.tensor([1, 1, 2]), "trajectory_id": torch.tensor([5, 5, 6])})
+    assert torch.equal(Batch.concat([turns[:1], turns[1:]])["row_id"], turns["row_id"])

@@ -195,13 +195,17 @@ def test_repeat_numbers_rows_apart_and_remembers_their_group():
     assert once.get().equal(batch_of(3).select("row_id").repeat(1))
 
 
-def test_joining_batches_repeated_differently_keeps_row_ids():
-    """Rows of different origin, e.g. samples and greedy samples of the same prompts."""
+def test_joining_batches_with_equal_row_ids_gives_the_later_rows_others():
+    """Rows of different origin, e.g. of two loaders, also where one of them is repeated."""
     batch = batch_of(3).select("row_id", "tokens")
     a, b = BatchRef.from_batch(batch), BatchRef.from_batch(batch)
-    expected = [*range(6), 0, 1, 2]
-    assert BatchRef.concat([a.repeat(2).without("group_id"), b]).get()["row_id"].tolist() == expected
-    assert BatchRef.concat([b, a.repeat(2).without("group_id")]).get()["row_id"].tolist() == expected[6:] + expected[:6]
+    more, few, by = list(range(6)), [0, 1, 2], 1 << 32
+    repeated = a.repeat(2).without("group_id")
+    assert BatchRef.concat([repeated, b]).get()["row_id"].tolist() == [*more, *(by + one for one in few)]
+    assert BatchRef.concat([b, repeated]).get()["row_id"].tolist() == [*few, *(by + one for one in more)]
+    joined = BatchRef.concat([a, b]).repeat(2)
+    assert joined.get()["group_id"].tolist() == [0, 0, 1, 1, 2, 2, *(by + one // 2 for one in more)]
+    assert BatchRef.concat([a.repeat(2), b.repeat(2)]).get()["group_id"].tolist() == joined.get()["group_id"].tolist()
 
 
 def test_columns():
