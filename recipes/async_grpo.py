@@ -23,23 +23,30 @@ from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: async_grpo      # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
-steps: 40             # iterations
-rows: 128             # of a batch: rows / n prompts with n responses each
+steps: 200            # iterations
+rows: 256             # of a batch: rows / n prompts with n responses each
 n: 8                  # responses per prompt
 max_staleness: 2      # weight updates between the oldest token of a batch and its training
 on_stale: wait        # drop: give up responses that take too long
 correction: token     # of the difference between policies; null: none
-minibatches: 2        # optimizer steps per iteration
+minibatches: 4        # optimizer steps per iteration
 train_devices: null   # devices per node; null: two, or the GPUs that are there
 rollout_devices: null # also per node; []: those that train
 clip: 0.2             # of the ratio of probabilities, in both directions
-actor: {train: {tp: null}, optim: {lr: 5.0e-5, warmup_steps: 20}}
-rollout: {generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}}}
+actor: {train: {tp: null}, optim: {lr: 1.0e-6, warmup_steps: 10}}
+rollout: {generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}}}
 """)
+SMALL = """
+steps: 40
+minibatches: 2
+rows: 128
+actor: {optim: {lr: 5.0e-5, warmup_steps: 20}}
+rollout: {generate: {sampling: {max_tokens: 5}}}
+"""
 
 
 def main(arguments: list[str]) -> None:
-    cfg = settings.read(DEFAULTS, arguments)
+    cfg = settings.read(DEFAULTS, arguments, SMALL)
     job = task.of(cfg)
     prompts = hf.PromptLoader(job.train, batch_size=cfg.rows // cfg.n, steps=cfg.steps, seed=cfg.seed, **job.columns)
     pool = hf.ResourcePool(cfg.train_devices)

@@ -19,23 +19,31 @@ from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: dapo            # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
-steps: 40             # iterations
-batch_size: 16        # prompts per sampling round
+steps: 200            # iterations
+batch_size: 32        # prompts per sampling round
 n: 8                  # responses per prompt
-rows: 128             # responses in a batch, from groups whose rewards differ, in up to max_rounds rounds
+rows: 256             # responses in a batch, from groups whose rewards differ, in up to max_rounds rounds
 max_rounds: 4         # of drawing prompts
-overlong: 2           # the length penalty begins this number of tokens before max_tokens
-minibatches: 2        # optimizer steps per iteration
+overlong: null        # the length penalty begins this number of tokens before max_tokens; null: a fifth of them
+minibatches: 4        # optimizer steps per iteration
 devices: null         # devices per node; null: two, or the one GPU that is there
 clip: 0.2             # of the ratio of probabilities, downwards
 clip_high: 0.28       # upwards
-actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
-        optim: {lr: 5.0e-5, warmup_steps: 20}}
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
+        optim: {lr: 1.0e-6, warmup_steps: 10}}
 """)
+SMALL = """
+steps: 40
+minibatches: 2
+batch_size: 16
+rows: 128
+overlong: 2
+actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+"""
 
 
 def main(arguments: list[str]) -> None:
-    cfg = settings.read(DEFAULTS, arguments)
+    cfg = settings.read(DEFAULTS, arguments, SMALL)
     job = task.of(cfg)
     loader = hf.PromptLoader(job.train, batch_size=cfg.batch_size, seed=cfg.seed, **job.columns)
     pool = hf.ResourcePool(cfg.devices)
@@ -46,7 +54,8 @@ def main(arguments: list[str]) -> None:
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
     )
-    overlong = hf.rewards.Overlong(cfg.actor.generate.sampling.max_tokens, cfg.overlong)
+    longest = cfg.actor.generate.sampling.max_tokens
+    overlong = hf.rewards.Overlong(longest, cfg.overlong or max(1, longest // 5))
     reward = hf.RewardWorker.on(pool, **scorers.together(job.reward, overlong=overlong))
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every, column="rewards/task")

@@ -21,24 +21,31 @@ from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: distill         # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
-steps: 40             # iterations
-batch_size: 64        # prompts
-minibatches: 2        # optimizer steps per iteration
+steps: 200            # iterations
+batch_size: 256       # prompts
+minibatches: 4        # optimizer steps per iteration
 devices: null         # devices per node; null: two, or the one GPU that is there
 teacher: null         # a Hugging Face directory or hub name; null: a small model that answers right
 beta: 1.0             # 0: KL(teacher || student); 1: KL(student || teacher); between them GKD's divergence
 top_k: 0              # of the teacher's distribution; 0: the whole vocabulary
 supervised: false     # also learn the teacher's distribution on texts, in an update of their own
 texts: null           # these texts; null: prompts with their answers
-text_tokens: 64       # maximum length
-actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
-        optim: {lr: 5.0e-4, warmup_steps: 5}}
+text_tokens: 512      # maximum length
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
+        optim: {lr: 1.0e-5, warmup_steps: 10}}
 reference: {train: {tp: null}}
 """)
+SMALL = """
+steps: 40
+minibatches: 2
+batch_size: 64
+text_tokens: 64
+actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-4, warmup_steps: 5}}
+"""
 
 
 def main(arguments: list[str]) -> None:
-    cfg = settings.read(DEFAULTS, arguments)
+    cfg = settings.read(DEFAULTS, arguments, SMALL)
     job, teacher = task.of(cfg), task.teacher(cfg)
     loader = hf.PromptLoader(job.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed, **job.columns)
     pool = hf.ResourcePool(cfg.devices)

@@ -19,9 +19,9 @@ from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: safe_rlhf       # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
-steps: 40             # iterations
-batch_size: 128       # prompts per iteration
-minibatches: 2        # optimizer steps per iteration
+steps: 200            # iterations
+batch_size: 256       # prompts per iteration
+minibatches: 4        # optimizer steps per iteration
 devices: null         # devices per node; null: two, or the one GPU that is there
 kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
@@ -29,18 +29,27 @@ cost: too_large       # a scorer as in reward=; this one is for arithmetic
 limit: 0.25           # for the mean cost of a response
 lagrange_lr: 0.1      # of the multiplier of the costs
 texts: null           # texts for the language-model loss (PPO-ptx); null: prompts with their answers
-text_tokens: 64       # maximum length
+text_tokens: 512      # maximum length
 pretrain_coef: 0.05   # weight of the loss on texts
-actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
-        optim: {lr: 5.0e-5, warmup_steps: 20}}
-critic: {train: {tp: null}, optim: {lr: 5.0e-4}}
-cost_critic: {train: {tp: null}, optim: {lr: 5.0e-4}}
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
+        optim: {lr: 1.0e-6, warmup_steps: 10}}
+critic: {train: {tp: null}, optim: {lr: 1.0e-5}}
+cost_critic: {train: {tp: null}, optim: {lr: 1.0e-5}}
 reference: {train: {tp: null}}
 """)
+SMALL = """
+steps: 40
+minibatches: 2
+batch_size: 128
+text_tokens: 64
+actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+critic: {optim: {lr: 5.0e-4}}
+cost_critic: {optim: {lr: 5.0e-4}}
+"""
 
 
 def main(arguments: list[str]) -> None:
-    cfg = settings.read(DEFAULTS, arguments)
+    cfg = settings.read(DEFAULTS, arguments, SMALL)
     job = task.of(cfg)
     loader = hf.PromptLoader(job.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed, **job.columns)
     pool = hf.ResourcePool(cfg.devices)

@@ -16,7 +16,7 @@ from recipes.devices import fit_devices
 
 RUN = """
 seed: 1               # of prompts, sampling and initial values
-model: null           # a Hugging Face directory or hub name; null: the small model of the recipe
+model: null           # a Hugging Face directory or hub name; null: the recipe's small model, with its SMALL settings
 track: []             # tensorboard, wandb, mlflow
 checkpoint_every: 20  # iterations; 0: none
 record_batches: false # keep generated batches as long as checkpoints, for hybridflow replay
@@ -32,6 +32,7 @@ data:                 # columns of prompts and references (unit tests for code),
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
 BEST = "held_out/reward"
+_RESPONSE = 1024
 
 
 def defaults(own: str) -> tuple[str, str, str]:
@@ -39,10 +40,14 @@ def defaults(own: str) -> tuple[str, str, str]:
     return RUN, TASK, own
 
 
-def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
-    """A recipe's `defaults` changed by arguments: see `read_settings`, `fit_devices`. Errors: ConfigError."""
+def read(defaults: Sequence[str], arguments: Sequence[str], small: str = "") -> Any:
+    """A recipe's `defaults` changed by arguments: see `read_settings`, `fit_devices`. `small` (YAML) has the sizes for
+    its own small model; responses of another model may fill half of its context. Errors: ConfigError."""
     cfg = read_settings(*defaults, arguments=arguments)
+    if small and cfg.model is None:
+        cfg = read_settings(*defaults, small, arguments=arguments)
     fit_devices(cfg)
+    _fit_responses(cfg)
     for optim, steps in _schedules(cfg):  # they end with the run, unless total_steps says otherwise
         optim.setdefault("total_steps", steps)
     check_sections(cfg)
@@ -52,6 +57,22 @@ def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
             f"evaluate_every={every}, checkpoint_every={saved}: give checkpoint_every as a multiple of evaluate_every."
         )
     return cfg
+
+
+def _fit_responses(cfg: Any) -> None:
+    """Choose response lengths that are null: half of the model's context, at most `_RESPONSE` tokens."""
+    sections = [options for options in cfg.values() if isinstance(options, type(cfg))]
+    given = [options.generate.sampling for options in sections if OmegaConf.select(options, "generate.sampling")]
+    for sampling in given:
+        if cfg.model is not None and sampling.get("max_tokens", 0) is None:
+            from transformers import AutoConfig  # late: --help is quick
+
+            try:
+                text = AutoConfig.from_pretrained(cfg.model).get_text_config()
+            except (OSError, ValueError):  # the actor says what is wrong with the model
+                sampling.max_tokens = _RESPONSE
+            else:
+                sampling.max_tokens = min(_RESPONSE, (getattr(text, "max_position_embeddings", None) or 2048) // 2)
 
 
 def _schedules(cfg: Any) -> Iterator[tuple[Any, int]]:

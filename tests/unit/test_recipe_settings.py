@@ -56,7 +56,7 @@ def test_settings_are_named_and_wrong_ones_refused(recipe):
         ("actor.optm.lr=1", "there is no setting 'actor.optm.lr'. Did you mean 'actor.optim.lr'"),
         ("data=x", "replaces the settings prompt, answer"),
         ("steps", "'steps' is no setting: write key=value"),
-        ("steps=many", "steps=many: give a whole number, such as 40"),
+        ("steps=many", "steps=many: give a whole number, such as 200"),
         ("lr=1", "there is no setting 'lr'. Did you mean 'actor.optim.lr'"),
         ("actor.optim.beta=1", "there is no setting 'actor.optim.beta'. Did you mean 'actor.optim.betas'"),
         ("actor.train.zero=1", "there is no setting 'actor.train.zero'. Known: tp, pp, dp"),
@@ -65,6 +65,23 @@ def test_settings_are_named_and_wrong_ones_refused(recipe):
     ):
         with pytest.raises(ConfigError, match=message):
             settings.read(defaults, [wrong])
+
+
+@pytest.mark.parametrize("recipe", run_all.RECIPES)
+@pytest.mark.parametrize(("context", "longest"), [(256, 128), (40_960, 1024)])
+def test_sizes_of_the_small_model_are_its_own(recipe, context, longest, tmp_path):
+    """A user's model has responses as long as its context allows, and rates of the field."""
+    found = importlib.import_module(f"recipes.{recipe}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": context}))
+    small = settings.read(found.DEFAULTS, [], found.SMALL)
+    own = settings.read(found.DEFAULTS, [f"model={tmp_path}"], found.SMALL)
+    for cfg, tokens, most in ((small, 5, 1e-3), (own, longest, 1e-5)):
+        assert (cfg.rollout if recipe == "async_grpo" else cfg.actor).generate.sampling.max_tokens == tokens
+        assert all(cfg[role].optim.lr <= most for role in ("actor", "critic", "cost_critic") if role in cfg)
+    assert small.steps < own.steps
+    assert small.actor.optim.lr > own.actor.optim.lr
+    chosen = settings.read(found.DEFAULTS, ["steps=7", "actor.optim.lr=0.25"], found.SMALL)
+    assert (chosen.steps, chosen.actor.optim.lr) == (7, 0.25)
 
 
 def test_unknown_settings_are_looked_for_in_comments():
@@ -182,7 +199,7 @@ def test_a_recipe_is_tried_before_anything_starts(recipe, small):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("minibatches=7", r"minibatches=7\): the batch has 128 rows, which would be 2 mini-batches of 19 rows"),
+        ("minibatches=7", r"minibatches=7\): the batch has 256 rows, which would be 4 mini-batches of 37 rows"),
         ("minibatches=500", "every mini-batch needs a row"),
         ("n=1", "reads 'group_id'"),
         ("n=0", r"Sampling\(n=0\)"),
