@@ -214,17 +214,15 @@ class Batch:
         """`row_id` and `group_id`, where they are, plus `by`."""
         return {name: torch.as_tensor(self.peek(name)) + by for name in ("row_id", "group_id") if name in self}
 
-    def repeat(self, n: int) -> Batch:
-        """Each row n times, the copies adjacent, as n responses per prompt need it.
+    def repeat(self, n: int | Sequence[int]) -> Batch:
+        """Each row n times (or each its own number of times), the copies adjacent, as n responses per prompt need it.
 
         `group_id` says which row the copies come from (its `row_id`, or its position), unless there are groups
-        already; `row_id` becomes row_id * n + copy, so it stays unique.
+        already; `row_id` becomes row_id * n (the largest) + copy, so it stays unique.
         """
-        if type(n) is not int or n < 1:
-            raise BatchError(f"repeat({n!r}): must be a whole number of at least 1.")
-        index = torch.arange(self._rows).repeat_interleave(n)
+        index, copy, most = repeats(n, self._rows)
         row_id = torch.as_tensor(self.peek("row_id") if "row_id" in self else torch.arange(self._rows))[index]
-        ids = {"row_id": row_id * n + torch.arange(len(index)) % n}
+        ids = {"row_id": row_id * most + copy}
         return self._take(index).with_columns(**({} if "group_id" in self else {"group_id": row_id}), **ids)
 
     def reorder(self, index: Tensor | Sequence[int]) -> Batch:
@@ -350,6 +348,21 @@ def _unpickle(encoded: Mapping[str, Any], rows: int, chunk_rows: tuple[int, ...]
     made = {name: kinds.decode(value) for name, value in encoded.items()}
     shared = {name for name, value in encoded.items() if kinds.is_read_only(value)}
     return Batch._of(made, rows, shared, chunk_rows)
+
+
+def repeats(n: int | Sequence[int], rows: int) -> tuple[Tensor, Tensor, int]:
+    """For each copy its row and its number among the copies of that row, and the most copies of a row.
+
+    Errors: BatchError for anything but one whole number of at least 1, or one for each of the `rows`."""
+    counts: list[Any] = [n] * rows if type(n) is int else list(n) if isinstance(n, Sequence | Tensor) else [0]
+    counts = [one.item() if isinstance(one, Tensor) else one for one in counts]
+    if len(counts) != rows or not all(type(one) is int and one >= 1 for one in counts):
+        raise BatchError(
+            f"repeat({n!r}): give a whole number of at least 1, or one for each of the {rows} rows as a list."
+        )
+    many = torch.tensor(counts, dtype=torch.int64)
+    index = torch.arange(rows).repeat_interleave(many)
+    return index, torch.arange(len(index)) - (many.cumsum(0) - many)[index], max(counts, default=1)
 
 
 def id_offsets(ids: Sequence[Tensor]) -> list[int]:

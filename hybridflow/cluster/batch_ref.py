@@ -14,7 +14,7 @@ import ray
 import torch
 
 from hybridflow.batch import markup
-from hybridflow.batch.batch import Batch, id_offsets
+from hybridflow.batch.batch import Batch, id_offsets, repeats
 from hybridflow.batch.columns import Column, check_known, names_of, renamed
 from hybridflow.batch.row_selection import selected_rows
 from hybridflow.batch.row_split import even_bounds
@@ -182,16 +182,35 @@ class BatchRef:
         """`split` with the sum of column `by` (or the lengths of a ragged one) spread evenly."""
         return self.split(parts, balance=by)
 
-    def repeat(self, n: int) -> BatchRef:
-        """Each row n times, adjacent. `group_id` becomes the old row_id (unless it is there), row_id row_id*n + k."""
+    def repeat(self, n: int | Sequence[int]) -> BatchRef:
+        """Each row n times, adjacent. `group_id` becomes the old row_id (unless it is there), row_id row_id*n + k.
+
+        With a list each row has its own number of copies, n is the largest, and the driver reads `row_id`."""
         if type(n) is not int or n < 1:
-            raise BatchError(f"repeat({n!r}): must be a whole number of at least 1.")
+            index, copy, most = repeats(n, self.rows)
+            copies = self._gathered(len(index), index.numpy())
+            if "row_id" not in self:
+                return copies
+            row_id = torch.as_tensor(self.get("row_id").peek("row_id"))[index]
+            groups = {} if "group_id" in self else {"group_id": row_id}
+            return copies | Batch({"row_id": row_id * most + copy, **groups})
         repeated = self._gathered(self.rows * n, range(self.rows * n), n) if n > 1 else self._new_rows(self.rows)
         refs = dict(repeated.column_refs)
         if "row_id" in refs:
             refs.setdefault("group_id", replace(refs["row_id"], unique=False))
             refs["row_id"] = replace(refs["row_id"], unique=True)
         return replace(repeated, column_refs=refs)
+
+    def apart(self) -> BatchRef:
+        """Rows that have one `row_id` get different ones, where the driver knows them; they stay one group."""
+        if not _on_driver(self, "row_id") or "trajectory_id" in self:
+            return self
+        row_id = torch.as_tensor(self.get("row_id").peek("row_id"))
+        if len(row_id.unique()) == len(row_id):
+            return self
+        offsets = id_offsets(row_id[:, None].unbind())
+        groups = {} if "group_id" in self else {"group_id": row_id}
+        return self | Batch({"row_id": row_id + torch.tensor(offsets), **groups})
 
     def take(self, rows: Sequence[int]) -> BatchRef:
         """The rows at these positions, in this order, each at most once. Errors: BatchError for other positions."""
@@ -343,11 +362,15 @@ def _as_ref(value: Any) -> BatchRef:
     return BatchRef.from_batch(value if isinstance(value, Batch) else Batch(value), number=False)
 
 
+def _on_driver(rows: BatchRef, name: str) -> bool:
+    """Whether the driver has this column."""
+    ref = rows.column_refs.get(name)
+    return ref is not None and all(isinstance(one.ref, Manifest) for one in outputs_of([ref.node]))
+
+
 def _with_own_ids(parts: Sequence[BatchRef]) -> Sequence[BatchRef]:
     """The parts, of which no two have equal `row_id`s, where the driver knows all of them."""
-    ids = [part.column_refs.get("row_id") for part in parts]
-    known = all(ref and all(isinstance(one.ref, Manifest) for one in outputs_of([ref.node])) for ref in ids)
-    if not known or "trajectory_id" in parts[0]:
+    if not all(_on_driver(part, "row_id") for part in parts) or "trajectory_id" in parts[0]:
         return parts
     offsets = id_offsets([torch.as_tensor(part.get("row_id").peek("row_id")) for part in parts])
     if not any(offsets):

@@ -242,7 +242,8 @@ class ActorWorker(RowSession, ModelWorker):
         ragged [B, R] int32 of the weights that sampled each token, `response_mask` ragged [B, R] bool, `num_tokens` [B]
         int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B] float32 (training divides its
         logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the `Sampling` of the `VLLM`
-        strategy for this call, e.g. `greedy=True`. A response ends, unfinished, when prompt and response fill the
+        strategy for this call, e.g. `greedy=True`; `n` may also be a list with a number for each prompt, or the name of
+        a column that has them. A response ends, unfinished, when prompt and response fill the
         context (or `max_length`), even before `max_tokens`.
 
         With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for

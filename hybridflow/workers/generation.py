@@ -48,7 +48,14 @@ def _bound(settings: Settings, call: Settings) -> Settings:
     """The call's `sampling` and `agent` (or None) as values, in place of the settings that they are made of."""
     if (own := settings["generate"]) is None:
         raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
-    return _as_values(own, call)
+    batch, n = call.get("batch"), call.get("n")
+    if isinstance(batch, BatchRef) and n is not None and type(n) is not int:
+        counts = batch.get(n)[n] if isinstance(n, str) else n
+        call = {**call, "batch": batch.repeat(counts), "n": 1}
+    bound = _as_values(own, call)
+    if isinstance(batch, BatchRef) and bound["sampling"].seed is not None:
+        return {**bound, "batch": bound["batch"].apart()}
+    return bound
 
 
 def _as_values(strategy: VLLM, call: Settings) -> Settings:

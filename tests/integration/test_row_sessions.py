@@ -13,7 +13,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import LaterBatch
-from hybridflow.errors import ConfigError, ProtocolError, WorkerError
+from hybridflow.errors import BatchError, ConfigError, MissingColumnError, ProtocolError, WorkerError
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from tests import tiny_models
@@ -214,3 +214,18 @@ def test_an_actor_refuses_an_option_that_does_nothing_there(pool, policy):
     generate = hf.VLLM(sampling=SAMPLING, kv="keep")
     with pytest.raises(ConfigError, match="on devices that also train"):
         hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=generate)
+
+
+def test_prompts_have_numbers_of_responses_of_their_own(rollout, prompts):
+    """As a list, or in a column; also copies of a row, which differ though the seed is one."""
+    ref = hf.BatchRef.from_batch(prompts.with_columns(many=torch.tensor([1, 3, 2, 1])))
+    found = rollout.generate_sequences(ref, n=[1, 3, 2, 1]).get()
+    assert found["group_id"].tolist() == [7, 8, 8, 8, 20, 20, 21]
+    assert len(found["row_id"].unique()) == len({tuple(row) for row in found["response_ids"].tolist()}) == 7
+    assert rollout.generate_sequences(ref, n="many").get().equal(found)
+    copies = rollout.generate_sequences(prompts[[0, 0, 1]], n=1).get()
+    assert len({tuple(row) for row in copies["response_ids"].tolist()}) == 3
+    assert copies["group_id"].tolist() == [7, 7, 8]
+    for wrong in ([1, 2], [1, 1, 1, 0], [1, 1, 1, 1.5], "most"):
+        with pytest.raises((BatchError, MissingColumnError), match=r"one for each of the 4 rows|no column 'most'"):
+            rollout.generate_sequences(ref, n=wrong)

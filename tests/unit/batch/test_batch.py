@@ -293,3 +293,15 @@ def test_parts_of_one_batch_keep_their_numbers():
     assert torch.equal(joined["group_id"], batch["group_id"])
     turns = Batch({"row_id": torch.tensor([1, 1, 2]), "trajectory_id": torch.tensor([5, 5, 6])})
     assert torch.equal(Batch.concat([turns[:1], turns[1:]])["row_id"], turns["row_id"])
+
+
+def test_rows_are_repeated_by_numbers_of_their_own():
+    batch = Batch({"row_id": torch.tensor([5, 9]), "x": ["a", "b"]})
+    found = batch.repeat([1, 2])
+    assert found["x"] == ["a", "b", "b"]
+    assert found["group_id"].tolist() == [5, 9, 9]
+    assert found["row_id"].tolist() == [10, 18, 19]
+    assert batch.repeat([2, 2]).equal(batch.repeat(2))
+    for wrong in ([1], [1, 0], [1, True], [1.0, 2], 0, "2", None):
+        with pytest.raises(BatchError, match="one for each of the 2 rows"):
+            batch.repeat(wrong)

@@ -195,6 +195,28 @@ def test_repeat_numbers_rows_apart_and_remembers_their_group():
     assert once.get().equal(batch_of(3).select("row_id").repeat(1))
 
 
+def test_rows_are_repeated_by_numbers_of_their_own_as_in_a_batch():
+    batch = batch_of(3).select("row_id", "tokens")
+    ref = BatchRef.from_batch(batch).repeat([2, 1, 3])
+    assert (
+        ref.get()
+        .select("row_id", "tokens", "group_id")
+        .equal(batch.repeat([2, 1, 3]).select("row_id", "tokens", "group_id"))
+    )
+    again = ref.repeat(2).get()
+    assert len(again["row_id"].unique()) == 12
+    assert again["group_id"].tolist() == [0] * 4 + [1] * 2 + [2] * 6
+
+
+def test_copies_of_a_row_are_told_apart():
+    batch = batch_of(3).select("row_id", "tokens")
+    copies = BatchRef.from_batch(batch[[0, 0, 2, 0]]).apart().get()
+    assert copies["group_id"].tolist() == [0, 0, 2, 0]
+    assert copies["row_id"].tolist() == [0, 1 << 32, 2, 2 << 32]
+    plain = BatchRef.from_batch(batch)
+    assert plain.apart() is plain
+
+
 def test_joining_batches_with_equal_row_ids_gives_the_later_rows_others():
     """Rows of different origin, e.g. of two loaders, also where one of them is repeated."""
     batch = batch_of(3).select("row_id", "tokens")
