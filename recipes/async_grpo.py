@@ -37,11 +37,9 @@ actor: {train: {tp: null}, optim: {lr: 1.0e-6, warmup_steps: 10}}
 rollout: {generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}}}
 """)
 SMALL = """
-steps: 40
-minibatches: 2
-rows: 128
-actor: {optim: {lr: 5.0e-5, warmup_steps: 20}}
-rollout: {generate: {sampling: {max_tokens: 5}}}
+{steps: 40, minibatches: 2, rows: 128,
+ actor: {optim: {lr: 5.0e-5, warmup_steps: 20}},
+ rollout: {generate: {sampling: {max_tokens: 5}}}}
 """
 
 

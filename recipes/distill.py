@@ -36,11 +36,8 @@ actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: 
 reference: {train: {tp: null}}
 """)
 SMALL = """
-steps: 40
-minibatches: 2
-batch_size: 64
-text_tokens: 64
-actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-4, warmup_steps: 5}}
+{steps: 40, minibatches: 2, batch_size: 64, text_tokens: 64,
+ actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-4, warmup_steps: 5}}}
 """
 
 

@@ -30,10 +30,8 @@ actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: 
         optim: {lr: 1.0e-6, warmup_steps: 10}}
 """)
 SMALL = """
-steps: 40
-minibatches: 2
-batch_size: 16
-actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+{steps: 40, minibatches: 2, batch_size: 16,
+ actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}}}
 """
 
 

@@ -32,11 +32,9 @@ critic: {train: {tp: null}, optim: {lr: 1.0e-5}}
 reference: {train: {tp: null}}
 """)
 SMALL = """
-steps: 40
-minibatches: 2
-batch_size: 128
-actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}}
-critic: {optim: {lr: 5.0e-4}}
+{steps: 40, minibatches: 2, batch_size: 128,
+ actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}},
+ critic: {optim: {lr: 5.0e-4}}}
 """
 
 

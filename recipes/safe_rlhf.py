@@ -38,13 +38,9 @@ cost_critic: {train: {tp: null}, optim: {lr: 1.0e-5}}
 reference: {train: {tp: null}}
 """)
 SMALL = """
-steps: 40
-minibatches: 2
-batch_size: 128
-text_tokens: 64
-actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}}
-critic: {optim: {lr: 5.0e-4}}
-cost_critic: {optim: {lr: 5.0e-4}}
+{steps: 40, minibatches: 2, batch_size: 128, text_tokens: 64,
+ actor: {generate: {sampling: {max_tokens: 5}}, optim: {lr: 5.0e-5, warmup_steps: 20}},
+ critic: {optim: {lr: 5.0e-4}}, cost_critic: {optim: {lr: 5.0e-4}}}
 """
 
 
@@ -63,12 +59,9 @@ def main(arguments: list[str]) -> None:
     critic = hf.CriticWorker.on(
         pool, model=job.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
     )
+    costs = cfg.cost_critic
     cost_critic = hf.CriticWorker.on(
-        pool,
-        model=job.model,
-        train=hf.Megatron(**cfg.cost_critic.train),
-        optim=hf.Adam(**cfg.cost_critic.optim),
-        of="costs",
+        pool, model=job.model, of="costs", train=hf.Megatron(**costs.train), optim=hf.Adam(**costs.optim)
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)

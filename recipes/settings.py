@@ -12,7 +12,7 @@ import hybridflow as hf
 from hybridflow.cli.command_line import check_sections, read_settings
 from hybridflow.cli.launch import run_directory
 from hybridflow.errors import ConfigError
-from recipes.devices import fit_devices
+from recipes.sizes import fit
 
 RUN = """
 seed: 1               # of prompts, sampling and initial values
@@ -32,7 +32,6 @@ data:                 # columns of prompts and references (unit tests for code),
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
 BEST = "held_out/reward"
-_RESPONSE = 1024
 
 
 def defaults(own: str) -> tuple[str, str, str]:
@@ -41,38 +40,18 @@ def defaults(own: str) -> tuple[str, str, str]:
 
 
 def read(defaults: Sequence[str], arguments: Sequence[str], small: str = "") -> Any:
-    """A recipe's `defaults` changed by arguments: see `read_settings`, `fit_devices`. `small` (YAML) has the sizes for
+    """A recipe's `defaults` changed by arguments: see `read_settings`, `sizes.fit`. `small` (YAML) has the sizes for
     its own small model; responses of another model may fill half of its context. Errors: ConfigError."""
     cfg = read_settings(*defaults, arguments=arguments)
     if small and cfg.model is None:
         cfg = read_settings(*defaults, small, arguments=arguments)
-    fit_devices(cfg)
-    _fit_responses(cfg)
-    for optim, steps in _schedules(cfg):  # they end with the run, unless total_steps says otherwise
-        optim.setdefault("total_steps", steps)
+    fit(cfg)
+    _ = [optim.setdefault("total_steps", steps) for optim, steps in _schedules(cfg)]  # they end with the run
     check_sections(cfg)
     every, saved = cfg.get("evaluate_every") or 0, cfg.get("checkpoint_every") or 0
     if every < 0 or saved < 0 or (every and saved % every):
-        raise ConfigError(
-            f"evaluate_every={every}, checkpoint_every={saved}: give checkpoint_every as a multiple of evaluate_every."
-        )
+        raise ConfigError(f"evaluate_every={every}: give checkpoint_every as a multiple of that, not {saved}.")
     return cfg
-
-
-def _fit_responses(cfg: Any) -> None:
-    """Choose response lengths that are null: half of the model's context, at most `_RESPONSE` tokens."""
-    sections = [options for options in cfg.values() if isinstance(options, type(cfg))]
-    given = [options.generate.sampling for options in sections if OmegaConf.select(options, "generate.sampling")]
-    for sampling in given:
-        if cfg.model is not None and sampling.get("max_tokens", 0) is None:
-            from transformers import AutoConfig  # late: --help is quick
-
-            try:
-                text = AutoConfig.from_pretrained(cfg.model).get_text_config()
-            except (OSError, ValueError):  # the actor says what is wrong with the model
-                sampling.max_tokens = _RESPONSE
-            else:
-                sampling.max_tokens = min(_RESPONSE, (getattr(text, "max_position_embeddings", None) or 2048) // 2)
 
 
 def _schedules(cfg: Any) -> Iterator[tuple[Any, int]]:

@@ -1,4 +1,4 @@
-"""Devices of a recipe whose settings do not say: two for each pool, or this machine's GPUs where these are fewer."""
+"""Sizes that the settings of a recipe leave open: devices, tensor parallelism, and the length of responses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from hybridflow.errors import ConfigError
 
 _POOLS = ("devices", "train_devices", "rollout_devices")
 _MOST = 2
+_RESPONSE = 1024
 
 
-def fit_devices(cfg: Any) -> None:
+def fit(cfg: Any) -> None:
+    """Choose all that is null."""
+    _fit_devices(cfg)
+    _fit_responses(cfg)
+
+
+def _fit_devices(cfg: Any) -> None:
     """Choose devices and tensor parallel sizes that are null: two, and one where that does not fit.
 
     Of several pools the first gets the odd GPU; the others may get none. Errors: ConfigError.
@@ -32,3 +39,19 @@ def fit_devices(cfg: Any) -> None:
         train = options.get("train") if isinstance(options, type(cfg)) else None
         if train is not None and train.get("tp", 1) is None:
             train.tp = 1 if any(devices % _MOST for devices in cfg[pools[0]]) else _MOST
+
+
+def _fit_responses(cfg: Any) -> None:
+    """Choose response lengths that are null: half of the model's context, at most `_RESPONSE` tokens."""
+    sections = [options for options in cfg.values() if isinstance(options, type(cfg))]
+    given = [options.generate.sampling for options in sections if OmegaConf.select(options, "generate.sampling")]
+    for sampling in given:
+        if cfg.model is not None and sampling.get("max_tokens", 0) is None:
+            from transformers import AutoConfig  # late: --help is quick
+
+            try:
+                text = AutoConfig.from_pretrained(cfg.model).get_text_config()
+            except (OSError, ValueError):  # the actor says what is wrong with the model
+                sampling.max_tokens = _RESPONSE
+            else:
+                sampling.max_tokens = min(_RESPONSE, (getattr(text, "max_position_embeddings", None) or 2048) // 2)
