@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, wraps
-from inspect import get_annotations
+from inspect import get_annotations, signature
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import (
     TypeGuard,
     TypeVar,
     Union,
+    cast,
     dataclass_transform,
     get_args,
     get_origin,
@@ -30,6 +31,7 @@ import yaml
 from hybridflow.errors import ConfigError, nearest
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 
 class Check(NamedTuple):
@@ -83,6 +85,20 @@ def settings(cls: type[T]) -> type[T]:
     return made
 
 
+def check_names(init: F) -> F:
+    """Decorator of a constructor: an unknown name is a ConfigError, with the nearest one."""
+    known = [name for name in signature(init).parameters if name != "self"]
+
+    @wraps(init)
+    def checked_init(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"{type(self).__name__} has no setting {name!r}.{nearest(name, known)}")
+        init(self, *args, **values)
+
+    return cast(F, checked_init)
+
+
 def _check_names(cls: type, values: Mapping[str, Any]) -> None:
     known = {field.name: field for field in fields(cls)}
     for name in values:
@@ -109,8 +125,9 @@ def checked(cls: type, name: str, value: Any) -> Any:
         return None
     shown = f"{cls.__name__}({name}={value!r})"
     if get_origin(kind) is Annotated:
+        more = f"{' or None' if optional else ''}{', and this is a text' if isinstance(value, str) else ''}"
         for check in kind.__metadata__:
-            require(check.holds(value), f"{shown}: must be {check.words}{' or None' if optional else ''}.")
+            require(check.holds(value), f"{shown}: must be {check.words}{more}.")
         kind = kind.__origin__
     if kind is bool:
         require(type(value) is bool, f"{shown}: give True or False.")

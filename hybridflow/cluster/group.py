@@ -350,7 +350,8 @@ class WorkerGroup:
     def _who_writes(self, column: str, ref: BatchRef) -> str:
         if column in _DRIVER_WRITES:
             return f": call {_DRIVER_WRITES[column]} first."
-        for group, name in ((one, name) for one in self.session.groups.values() for name in one.operations):
+        every = [(one, name) for one in self.session.groups.values() for name in one.operations]
+        for group, name in sorted(every, key=lambda one: one[0].operations[one[1]].later):  # sessions of rows last
             if column in group.usually_writes(name):
                 return f": call {group.name}.{name}(batch) first."
         return f" and no group writes it: the prompts must bring it.{nearest(column, ref.columns)}"

@@ -26,6 +26,7 @@ from hybridflow.data.tokenizer import (
     too_long,
 )
 from hybridflow.errors import ConfigError, PromptError, nearest
+from hybridflow.settings import check_names
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +243,7 @@ class PromptSource(ResumableSampler):
     prompt is dropped, and has exactly `batch_size` rows. `row_id` is a running number, unique over the whole run.
     """
 
+    @check_names
     def __init__(
         self,
         prompts: Any,

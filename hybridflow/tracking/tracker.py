@@ -26,6 +26,7 @@ from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.settings import check_names
 from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.tracking.live_plot import LivePlot
 from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
@@ -67,6 +68,7 @@ class Tracker:
     unknown logger, and one whose package is missing.
     """
 
+    @check_names
     def __init__(
         self,
         directory: str | os.PathLike[str],

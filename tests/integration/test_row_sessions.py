@@ -229,3 +229,10 @@ def test_prompts_have_numbers_of_responses_of_their_own(rollout, prompts):
     for wrong in ([1, 2], [1, 1, 1, 0], [1, 1, 1, 1.5], "most"):
         with pytest.raises((BatchError, MissingColumnError), match=r"one for each of the 4 rows|no column 'most'"):
             rollout.generate_sequences(ref, n=wrong)
+
+
+def test_a_missing_response_is_asked_of_the_operation_that_people_use(actor, prompts):
+    with pytest.raises(
+        MissingColumnError, match=rf"reads 'response_ids'.*: call {actor.name}.generate_sequences\(batch\) first"
+    ):
+        actor.compute_log_prob(prompts)

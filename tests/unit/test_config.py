@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hybridflow as hf
 from hybridflow.config import SGD, VLLM, Adam, Megatron, Sampling, TrainStrategy
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.topology import RankGrid
@@ -165,3 +166,22 @@ def test_strategies_are_plain_values(value):
     assert hash(value) == hash(pickle.loads(pickle.dumps(value)))
     with pytest.raises(AttributeError):
         value.lr = 3
+
+
+def test_a_number_that_is_a_text_is_named_as_one():
+    with pytest.raises(ConfigError, match=r"Adam\(lr='1e-6'\): must be at least 0, and this is a text"):
+        Adam(lr="1e-6")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong", "meant"),
+    [
+        (lambda **more: hf.PromptLoader([{"prompt": "a"}], **more), "batchsize", "batch_size"),
+        (lambda **more: hf.TextLoader(["a"], **more), "maxtokens", "max_tokens"),
+        (lambda **more: hf.Tracker("never", **more), "totl", "total"),
+        (lambda **more: hf.Checkpoints("never", **more), "evry", "every"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(made, wrong, meant):
+    with pytest.raises(ConfigError, match=f"has no setting '{wrong}'. Did you mean '{meant}'"):
+        made(**{wrong: 1})
