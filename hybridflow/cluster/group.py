@@ -351,7 +351,8 @@ class WorkerGroup:
         if column in _DRIVER_WRITES:
             return f": call {_DRIVER_WRITES[column]} first."
         every = [(one, name) for one in self.session.groups.values() for name in one.operations]
-        for group, name in sorted(every, key=lambda one: one[0].operations[one[1]].later):  # sessions of rows last
+        every.sort(key=lambda one: (one[0].operations[one[1]].later, one[0] is not self))  # sessions of rows last
+        for group, name in every:
             if column in group.usually_writes(name):
                 return f": call {group.name}.{name}(batch) first."
         return f" and no group writes it: the prompts must bring it.{nearest(column, ref.columns)}"
