@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,8 +77,13 @@ def run(command: list[str]) -> int:
         return subprocess.run([sys.executable, *command], check=False).returncode
     if not is_ready():
         set_up()
-    with tempfile.TemporaryDirectory(prefix="emulated-cuda-", dir="/dev/shm") as shared:
-        return subprocess.run([sys.executable, *command], env=variables(shared), check=False).returncode
+    with (
+        tempfile.TemporaryDirectory(prefix="emulated-cuda-", dir="/dev/shm") as shared,
+        subprocess.Popen([sys.executable, *command], env=variables(shared)) as program,
+    ):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the program, too
+        signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
+        return program.wait()
 
 
 def set_up() -> None:
