@@ -108,6 +108,7 @@ class Checkpoints:
         self.directory = Path(os.path.abspath(directory))
         if os.path.lexists(self.directory) and not self.directory.is_dir():
             raise ConfigError(f"Checkpoints({str(directory)!r}): this is a file. Give a directory.")
+        self._warned = False
         self.every, self.keep, self.best, self.max_restarts = every, keep, best, 0 if Session.replay else max_restarts
         self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
         self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
@@ -376,6 +377,16 @@ class Checkpoints:
         except CheckpointError as error:
             self._failed(error)
         else:
+            name = (self.best or "").removeprefix("-")
+            _, saved = next(complete_steps(self.directory), (None, None))
+            if name and saved is not None and name not in saved.metrics and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "Checkpoints(best=%r): checkpoint %d has no such metric, so it cannot be the best. Measure it where "
+                    "checkpoints.done + 1 is a multiple of every=%s, which counts on after a resume, and give it to "
+                    "step().",
+                    *(self.best, self._saved, self.every),
+                )
             self._prune()
 
     def _failed(self, error: CheckpointError) -> None:

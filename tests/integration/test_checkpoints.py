@@ -300,6 +300,14 @@ def test_checkpoints_are_kept_and_set_aside(group, tmp_path):
     assert (tmp_path / "kept.2").is_dir()
 
 
+def test_a_save_without_the_metric_of_best_is_said(group, tmp_path, caplog):
+    """Once: an evaluation that counts iterations anew after a resume misses every save."""
+    checkpoints = hf.Checkpoints(tmp_path / "kept", every=1, best="-loss")
+    run(group, checkpoints, stop=2)
+    checkpoints.save()
+    assert caplog.text.count("Checkpoints(best='-loss'): checkpoint 1 has no such metric") == 1
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(group, tmp_path, caplog):
     first = hf.Checkpoints(tmp_path / "c", every=1)
     run(group, first, stop=3)
