@@ -382,9 +382,8 @@ class Checkpoints:
             if name and saved is not None and name not in saved.metrics and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "Checkpoints(best=%r): checkpoint %d has no such metric, so it cannot be the best. Measure it where "
-                    "checkpoints.done + 1 is a multiple of every=%s, which counts on after a resume, and give it to "
-                    "step().",
+                    "Checkpoints(best=%r): checkpoint %d has no such metric and cannot be the best. Measure it where "
+                    "checkpoints.done + 1, which counts on after a resume, is a multiple of every=%s; give it to step().",
                     *(self.best, self._saved, self.every),
                 )
             self._prune()
