@@ -383,7 +383,7 @@ class Checkpoints:
                 self._warned = True
                 logger.warning(
                     "Checkpoints(best=%r): checkpoint %d has no such metric and cannot be the best. Measure it where "
-                    "checkpoints.done + 1, which counts on after a resume, is a multiple of every=%s; give it to step().",
+                    "checkpoints.done + 1, which counts on after a resume, is a multiple of every=%s, for step().",
                     *(self.best, self._saved, self.every),
                 )
             self._prune()
