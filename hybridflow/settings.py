@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -151,6 +153,14 @@ def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
         others = [option for option in options if option is not type(None)]
         found[name] = (others[0] if len(others) == 1 else Any, len(others) < len(options))
     return found
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """The path. Errors: ConfigError for an address such as s3://bucket/run, which would name a folder here."""
+    text = os.fspath(path)
+    remote = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", text)  # pathlib has taken one of two slashes
+    require(not remote, f"{text!r} is an address of another machine: give a directory that is mounted here.")
+    return text
 
 
 def require(condition: bool, message: str) -> None:

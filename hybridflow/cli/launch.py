@@ -30,6 +30,7 @@ from hybridflow.errors import (
     PromptError,
     WorkerError,
 )
+from hybridflow.settings import local_path
 
 CONFIGURATION = (ConfigError, PlacementError, ModelError, PromptError, CheckpointError, BatchError)
 """Errors of what a run is given, unless a worker raised them or an iteration was done."""
@@ -124,7 +125,7 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
 
 def run_directory(name: str) -> Path:
     """The directory of a run: `name` if it is a path, such as ./first, otherwise runs/<name>."""
-    return Path(name).expanduser() if "/" in name else Path("runs") / name
+    return Path(local_path(name)).expanduser() if "/" in name else Path("runs") / name
 
 
 def split_name(name: str) -> tuple[str, str]:

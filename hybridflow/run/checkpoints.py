@@ -45,7 +45,7 @@ from hybridflow.errors import (
 )
 from hybridflow.run.recovery import needs_moments, rebuild, replace_lost
 from hybridflow.run.run_state import Moment, RunParts, Saving, metric_values, restore, verified
-from hybridflow.settings import check_names, require
+from hybridflow.settings import check_names, local_path, require
 from hybridflow.streams.stream import ResponseStream
 from hybridflow.tracking.run_lock import RunLock
 
@@ -105,12 +105,12 @@ class Checkpoints:
         require(type(asynchronous) is bool, f"asynchronous={asynchronous!r}: give True or False.")
         good = type(batches) is bool and (every is not None or not batches)
         require(good, f"batches={batches!r}, every={every!r}: give True or False; True keeps them with checkpoints.")
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = Path(os.path.abspath(local_path(directory)))
         if os.path.lexists(self.directory) and not self.directory.is_dir():
             raise ConfigError(f"Checkpoints({str(directory)!r}): this is a file. Give a directory.")
         self._warned = False
         self.every, self.keep, self.best, self.max_restarts = every, keep, best, 0 if Session.replay else max_restarts
-        self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
+        self._mode, self._asynchronous, self._on_failure = local_path(resume), asynchronous, on_failure
         self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
         self._named, self._only = dict(parts or {}), only
         lock = self.directory.with_name(f".{self.directory.name}.lock")

@@ -38,6 +38,7 @@ from hybridflow.engines.checkpoint.manifest import (
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
+from hybridflow.settings import local_path
 from hybridflow.tracking.tracker import Tracker
 from hybridflow.workers.saved_state import has_state, rank_file
 from hybridflow.workers.worker import Worker
@@ -96,7 +97,7 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     Errors: CheckpointError, with nothing at `path`; ConfigError; WorkerError of a call that failed before.
     """
     session = Session.current()
-    target = Path(os.path.abspath(path))
+    target = Path(os.path.abspath(local_path(path)))
     if not session.traces:
         Saving(session, target, RunParts.of(session, parts)).result()
     return str(target)
@@ -313,7 +314,7 @@ def load(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     session = Session.current()
     if session.traces:
         return 0
-    directory = Path(os.path.abspath(path))
+    directory = Path(os.path.abspath(local_path(path)))
     manifest = verified(session, directory, RunParts.of(session, parts))
     return restore(session, directory, manifest, RunParts.of(session, parts), everything=parts is None)
 

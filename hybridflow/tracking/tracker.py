@@ -26,7 +26,7 @@ from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.settings import check_names
+from hybridflow.settings import check_names, local_path
 from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.tracking.live_plot import LivePlot
 from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
@@ -78,6 +78,7 @@ class Tracker:
         console: bool = True,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        directory = local_path(directory)
         startup.writes_to(directory if Session.replay is None else Session.replay.directory_of(directory))
         if (session := Session.existing()) is not None and session.traces:
             directory, to, console = session.backend.scratch(), (), False

@@ -35,7 +35,7 @@ from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols.operation import OperationKind, Settings, register
 from hybridflow.protocols.protocol import Protocol
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, ONE_TO_ONE
-from hybridflow.settings import require
+from hybridflow.settings import local_path, require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.lora_options import check_lora, lora_of, with_saved_adapters
 from hybridflow.workers.saved_state import FROZEN
@@ -82,7 +82,7 @@ def _check_save(settings: Settings, call: Any) -> None:
     if settings.get("model") is None:
         raise ConfigError("this worker calls a function: there is nothing to save.")
     check_dtype(call.get("dtype"))
-    call["path"] = os.path.abspath(call["path"])
+    call["path"] = os.path.abspath(local_path(call["path"]))
 
 
 class ModelWorker(Worker):

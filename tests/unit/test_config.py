@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridflow as hf
+from hybridflow.cli.launch import run_directory
 from hybridflow.config import SGD, VLLM, Adam, Megatron, Sampling, TrainStrategy
 from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.settings import local_path
 from hybridflow.topology import RankGrid
 
 
@@ -185,3 +188,13 @@ def test_a_number_that_is_a_text_is_named_as_one():
 def test_a_misspelt_name_is_answered_with_the_nearest(made, wrong, meant):
     with pytest.raises(ConfigError, match=f"has no setting '{wrong}'. Did you mean '{meant}'"):
         made(**{wrong: 1})
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket", "hf://a/b", Path("s3://bucket/run")])
+@pytest.mark.parametrize("made", [hf.Tracker, hf.Checkpoints, hf.save, hf.load, lambda at: run_directory(str(at))])
+def test_an_address_is_no_folder_of_this_machine(made, address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is an address of another machine"):
+        made(address)
+    assert not list(tmp_path.iterdir())
+    assert local_path("runs/a:b") == "runs/a:b"

@@ -35,6 +35,7 @@ from hybridflow.engines.checkpoint.writer import (
 )
 from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
 from hybridflow.errors import CheckpointError, ConfigError, nearest
+from hybridflow.settings import local_path
 
 logger = logging.getLogger(__name__)
 _KINDS = ("main", "weights")  # those that contain parameters
@@ -71,7 +72,7 @@ def export(
             if path is not found[-1]:
                 logger.warning("%s is skipped: %s", path, error)
             continue
-        target = Path(os.path.realpath(directory))
+        target = Path(os.path.realpath(local_path(directory)))
         if path.resolve() in (target, *target.parents):
             raise ConfigError(f"{directory} is in the checkpoint {path}: choose a directory outside of it.")
         _write(target, path, saved, tensors, dtype)
@@ -83,7 +84,7 @@ def export(
 
 def _candidates(checkpoint: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints to export from, the newest first. Errors: CheckpointError without any."""
-    path = Path(os.path.abspath(checkpoint))
+    path = Path(os.path.abspath(local_path(checkpoint)))
     if step_of(path) is not None or os.path.lexists(path / MANIFEST):
         return [path]
     if found := saved_steps(path) or saved_steps(path / "checkpoints"):
