@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,6 +196,49 @@ class Located:
         return [
             (int(self.which[a]), int(self.row[a]), int(self.row[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)
         ]
+
+
+class Stretches(NamedTuple):
+    """Wanted rows that lie side by side: `runs` as in `Located`, without an entry for each row."""
+
+    outputs: list[RankOutput]
+    runs: list[tuple[int, int, int]]
+
+
+def stretches(node: Node) -> Stretches | None:
+    """All rows of `node`; None where they are chosen one by one, or there is none."""
+    numbers, runs = dict[int, int](), list[tuple[int, int, int]]()
+    found = list(_stretches(node, 0, _rows(node)))
+    if not found or any(one is None for one in found):
+        return None
+    for output, start, stop in found:  # type: ignore[misc]
+        which = numbers.setdefault(id(output), len(numbers))
+        if runs and runs[-1][0] == which and runs[-1][2] == start:
+            runs[-1] = which, runs[-1][1], stop
+        else:
+            runs.append((which, start, stop))
+    return Stretches(list({id(one[0]): one[0] for one in found if one}.values()), runs)
+
+
+def _rows(node: Node) -> int:
+    if isinstance(node, RankOutput):
+        return node.rows or 0
+    if isinstance(node, Concat):
+        return sum(node.rows)
+    return len(node.rows) if isinstance(node.rows, range) else 0
+
+
+def _stretches(node: Node, start: int, stop: int) -> Iterator[tuple[RankOutput, int, int] | None]:
+    if isinstance(node, RankOutput):
+        if start < stop:
+            yield node, start, stop
+    elif isinstance(node, Concat):
+        for child, a, b, _ in _overlaps(node, start, stop):
+            yield from _stretches(child, a, b)
+    elif isinstance(node.rows, range) and node.rows.step == 1 and node.repeat == 1:
+        yield from _stretches(node.source, node.rows.start + start, node.rows.start + stop)
+    else:
+        yield None
 
 
 def _overlaps(node: Concat, start: int, stop: int) -> Iterator[tuple[Node, int, int, int]]:

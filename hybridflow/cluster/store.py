@@ -31,7 +31,9 @@ from hybridflow.cluster.row_refs import (
     RankRows,
     SplitPart,
     SplitSpec,
+    Stretches,
     locate,
+    stretches,
 )
 from hybridflow.errors import BatchError, WorkerError
 
@@ -78,7 +80,7 @@ class Reader:
         """All columns as one batch, perhaps in shared memory. Errors: WorkerError of a failed writer."""
         columns = rows.columns
         nodes = {id(ref.node): ref.node for ref in columns.values()}
-        sources = {key: locate(node, self._assign) for key, node in nodes.items()}
+        sources = {key: stretches(node) or locate(node, self._assign) for key, node in nodes.items()}
         held = {id(output): output for source in sources.values() for output in source.outputs}
         manifests = dict(zip(held, self._manifests(list(held.values())), strict=True))
         stored = self._fetch(columns, sources, manifests)
@@ -114,7 +116,10 @@ class Reader:
         return values
 
     def _fetch(
-        self, columns: Mapping[str, ColumnRef], sources: Mapping[int, Located], manifests: Mapping[int, Manifest]
+        self,
+        columns: Mapping[str, ColumnRef],
+        sources: Mapping[int, Located | Stretches],
+        manifests: Mapping[int, Manifest],
     ) -> dict[tuple[int, str], Column]:
         """Each needed stored column of each needed output, in one request."""
         wanted: dict[tuple[int, str], Any] = {}
@@ -155,14 +160,14 @@ class Reader:
         return split.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 
-def _gathered(ref: ColumnRef, found: Located, stored: Mapping[tuple[int, str], Column]) -> Column:
+def _gathered(ref: ColumnRef, found: Located | Stretches, stored: Mapping[tuple[int, str], Column]) -> Column:
     """The wanted rows of one column: a view where they lie side by side, else a copy."""
     columns = [stored[id(output), ref.stored] for output in found.outputs]
-    if len(found.runs) <= max(8, len(columns)):
+    if isinstance(found, Stretches) or len(found.runs) <= max(8, len(columns)):
         out = join(ref.stored, [row_slice(columns[i], a, b) for i, a, b in found.runs] or [row_slice(columns[0], 0, 0)])
     else:
         starts = np.cumsum([0, *(len(column) for column in columns)])
         out = take(join(ref.stored, columns), torch.from_numpy(starts[found.which] + found.row))
-    if ref.unique and isinstance(out, Tensor) and (found.repeats > 1).any():
+    if ref.unique and isinstance(out, Tensor) and isinstance(found, Located) and (found.repeats > 1).any():
         out = out * torch.from_numpy(found.repeats) + torch.from_numpy(found.copy)
     return out

@@ -5,6 +5,7 @@ A simulated rank reads what a protocol gave it and writes a part of its own, as 
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,7 +20,17 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.backend import node_numbers
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.row_refs import CallOrigin, ColumnRef, Concat, Gather, RankOutput, SplitSpec, locate, sliced
+from hybridflow.cluster.row_refs import (
+    CallOrigin,
+    ColumnRef,
+    Concat,
+    Gather,
+    RankOutput,
+    SplitSpec,
+    locate,
+    sliced,
+    stretches,
+)
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError
@@ -193,6 +204,36 @@ def test_repeat_numbers_rows_apart_and_remembers_their_group():
     assert twice.get()["group_id"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     once = BatchRef.from_batch(batch_of(3).select("row_id")).repeat(1)
     assert once.get().equal(batch_of(3).select("row_id").repeat(1))
+
+
+@quick
+@given(st.data())
+def test_rows_side_by_side_are_found_as_stretches(data):
+    """The same rows as one by one, merged where they go on; None where a selection has to be looked up."""
+    outputs = [RankOutput(None, data.draw(st.integers(0, 5)), CallOrigin("a", i, "f")) for i in range(3)]
+    node, rows, chosen = outputs[0], outputs[0].rows, False
+    for step in range(data.draw(st.integers(0, 6))):
+        how = data.draw(st.sampled_from(("slice", "join", "pick", "repeat")))
+        if how == "slice":
+            start = data.draw(st.integers(0, rows))
+            stop = data.draw(st.integers(start, rows))
+            node, rows = sliced(node, start, stop, rows), stop - start
+        elif how == "join":
+            other = outputs[step % 3]
+            node, rows = Concat((node, other), (rows, other.rows)), rows + other.rows
+        elif rows:
+            chosen = True
+            picked = np.array(data.draw(st.lists(st.integers(0, rows - 1), max_size=4)), np.int64)
+            node = Gather(node, picked) if how == "pick" else Gather(node, range(rows * 2), 2)
+            rows = len(picked) if how == "pick" else rows * 2
+    found, expected = stretches(node), locate(node, lambda order: [])
+    if found is None:
+        assert chosen or not rows
+        return
+    mine = [(found.outputs[which], row) for which, start, stop in found.runs for row in range(start, stop)]
+    theirs = [(expected.outputs[which], row) for which, row in zip(expected.which, expected.row, strict=True)]
+    assert mine == theirs
+    assert all(a[0] != b[0] or a[2] != b[1] for a, b in itertools.pairwise(found.runs))
 
 
 def test_rows_are_repeated_by_numbers_of_their_own_as_in_a_batch():
