@@ -73,6 +73,13 @@ def settle(cluster) -> Callable[[], None]:
     return settle
 
 
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest) -> None:
+    """No test meets a failure or a loop that another one left."""
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("settle")()
+
+
 @pytest.fixture
 def outward(cluster) -> Callable[[], list[str]]:
     """Sockets of the session's processes, the driver included, that other machines could reach."""
