@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -90,7 +91,7 @@ class Search:
     ) -> Iterator[_Branch]:
         view = branch.simulation.view(branch.event or "rows")
         for actions in choices(view, branch.simulation.lengths, splits):
-            child = replace(branch, simulation=branch.simulation.fork())
+            child = replace(branch, simulation=_forked(branch.simulation))
             _act(child, actions)
             if actions:
                 child.path = (*branch.path, (view.running_rows / view.rows, child.split))
@@ -160,9 +161,20 @@ def _act(branch: _Branch, actions: Sequence[Action]) -> None:
     assert simulation.refused is None, simulation.refused
 
 
+def _forked(simulation: ElasticSimulation) -> ElasticSimulation:
+    """A copy, to proceed otherwise."""
+    other = copy(simulation)
+    other.replicas = {instance: copy(replica) for instance, replica in simulation.replicas.items()}
+    for replica in other.replicas.values():
+        replica.running, replica.waiting = replica.running.copy(), replica.waiting.copy()
+    for name in ("_ends", "busy", "unfinished", "whole", "queue", "switches"):
+        setattr(other, name, getattr(simulation, name).copy())
+    return other
+
+
 def _ended(branch: _Branch) -> float:
     """Seconds of the iteration if no device moves before all rows have ended."""
-    last = replace(branch, simulation=branch.simulation.fork())
+    last = replace(branch, simulation=_forked(branch.simulation))
     simulation, start = last.simulation, last.event == "start"
     if start:
         _act(last, [])

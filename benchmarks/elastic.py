@@ -42,7 +42,7 @@ from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic import gain
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, best_static, simulate_elastic
+from hybridflow.planner.elastic.simulation import ElasticRun, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds
 from hybridflow.planner.elastic.transitions import Switch
 

@@ -19,14 +19,13 @@ from typing import Any
 
 from benchmarks.dataflows import ppo
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
 from hybridflow.planner.search.call_search import mcmc
 from hybridflow.planner.search.deadline import Deadline
-from hybridflow.planner.search.problem import Problem
 
 SIZES = {"7B": (4096, 14336, 32, 32, 8), "13B": (5120, 13824, 40, 40, 40), "34B": (8192, 22016, 48, 64, 8)}
 SIZES["70B"] = (8192, 28672, 80, 64, 8)
@@ -47,9 +46,9 @@ def llama(size: str, head: Any = "lm") -> ModelSpec:
     )
 
 
-def problem_of(graph: Graph, cluster: str, rows: int) -> Problem:
+def problem_of(graph: Graph, cluster: str, rows: int) -> Costs:
     spec, work = ClusterSpec.of(cluster), Workload(rows=rows, prompt=1024, response=1024, minibatches=8)
-    return Problem(Simulator(spec, graph, work))
+    return Costs(spec, graph, work)
 
 
 def mapping(devices: Sequence[int]) -> dict[str, Any]:

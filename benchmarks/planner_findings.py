@@ -23,14 +23,13 @@ from typing import Any
 
 from benchmarks.dataflows import ppo
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Constraint, Together
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import AutoMapping, Mapped, auto_map, overlap_map
-from hybridflow.planner.search.problem import Problem
 
 SIZES = {
     "7B": (4096, 14336, 32, 32, 8),
@@ -69,9 +68,9 @@ def program(actor: str, critic: str) -> Graph:
     return ppo(model(actor), value, model(actor), value, log_probs=False)
 
 
-def problem_of(case: Case, constraints: tuple[Constraint, ...] = ()) -> Problem:
+def problem_of(case: Case, constraints: tuple[Constraint, ...] = ()) -> Costs:
     cluster, graph = ClusterSpec.of(f"a100:{case[2] // 8}x8@200Gbps"), program(*case[:2])
-    return Problem(Simulator(cluster, graph, WORKLOAD), constraints)
+    return Costs(cluster, graph, WORKLOAD, constraints=constraints)
 
 
 def placements(case: Case, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -116,7 +115,7 @@ def finding(cases: Sequence[Case], wanted: str, among: Sequence[str], beside: Se
 
 def generation_sizes(size: str) -> dict[int, float]:
     """Seconds of transition and generation by t_g, for an actor trained at 1-8-2 on 16 separate devices."""
-    simulator = Simulator(ClusterSpec.of("a100:2x8@200Gbps"), program(size, size), WORKLOAD)
+    simulator = Costs(ClusterSpec.of("a100:2x8@200Gbps"), program(size, size), WORKLOAD)
     mesh, call = Mesh.of(0, 16), "actor.generate_sequences"
     home = CallPlan(mesh, Parallel(1, 8, 2))
     found = {}

@@ -29,15 +29,14 @@ from benchmarks.iteration import PROMPT, RESPONSE, make_models
 from hybridflow.cli.profile_run import profile
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT
 from hybridflow.planner.cost.layer_profile import LayerProfile
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import placement_of, plan
-from hybridflow.planner.search.problem import Problem
 from hybridflow.tracing.auto import as_priced
 
 DEVICES, ROWS, MINIBATCHES = 4, 128, 2
@@ -97,7 +96,7 @@ def call_plan(call: Call, where: Where, generate: tuple[int, int]) -> CallPlan:
 def placements(graph: Graph, measured: LayerProfile, count: int, budget_s: float) -> dict[str, Placement]:
     """The planner's choice first, then the others, each with its predictions."""
     cluster, k = measured.measured(ClusterSpec.this_machine(DEVICES)), measured.coefficients(DEFAULT)
-    problem = Problem(Simulator(cluster, graph, WORKLOAD, k, measured))
+    problem = Costs(cluster, graph, WORKLOAD, k, measured)
     chosen = plan(
         graph, ClusterSpec.this_machine(DEVICES), WORKLOAD, profile=measured, budget_s=budget_s, per_call=False
     )

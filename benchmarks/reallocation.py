@@ -37,7 +37,7 @@ from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
@@ -180,7 +180,7 @@ def predicted(kind: str, source: CallPlan, target: CallPlan) -> float:
     calls = (Call("a.generate", "a", "generate", "generation"), Call("a.train", "a", "train", "training"))
     trained = frozenset({"a"} if kind == "transition" else ())
     graph = Graph(calls[: 1 + len(trained)], (), {"a": spec()}, trained)
-    simulator = Simulator(CLUSTER, graph, Workload(rows=RANKS, prompt=1, response=1))
+    simulator = Costs(CLUSTER, graph, Workload(rows=RANKS, prompt=1, response=1))
     return simulator.reallocation("a", source, target)
 
 

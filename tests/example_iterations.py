@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, start_of
+from hybridflow.planner.elastic.simulation import ElasticRun, start_of
 from hybridflow.planner.elastic.state import State
 
 

@@ -10,13 +10,12 @@ from benchmarks.dataflows import grpo, ppo
 from hybridflow.errors import PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.call_cost import CallCost
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.search.problem import Problem
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int = 128256) -> ModelSpec:
@@ -63,7 +62,7 @@ def cluster(nodes: int, count: int, memory: float = 1e12) -> ClusterSpec:
     return ClusterSpec((NodeSpec(device, count, 1e11),) * nodes, 1e10)
 
 
-class PlainCosts(Simulator):
+class PlainCosts(Costs):
     """Seconds and bytes by closed formulas. `asked` counts what was asked for."""
 
     def __init__(self, graph: Graph, cluster: ClusterSpec, tokens: float = 1e6, usable_memory: float = 1.0) -> None:
@@ -123,18 +122,18 @@ class PlainCosts(Simulator):
         return plan.parallel.p, plan.parallel.t, plan.parallel.d
 
 
-def fits(problem: Problem, plan: ExecutionPlan) -> bool:
+def fits(problem: Costs, plan: ExecutionPlan) -> bool:
     """No device is fuller than it may be, with the least KV cache that generation can do with."""
     active = [0.0] * problem.cluster.size
     for call in problem.calls:
-        more = problem.costs.active(call.name, plan[call.name], plan[problem.homes[call.group]])
+        more = problem.active(call.name, plan[call.name], plan[problem.homes[call.group]])
         for device in plan[call.name].mesh.devices:
             active[device] = max(active[device], more)
-    used = zip(problem.static(plan), active, problem.capacity, strict=True)
+    used = zip(problem.kept(plan), active, problem.capacity, strict=True)
     return all(static + more <= capacity for static, more, capacity in used)
 
 
-def obeys(problem: Problem, plan: ExecutionPlan) -> bool:
+def obeys(problem: Costs, plan: ExecutionPlan) -> bool:
     """The plan keeps all constraints."""
     for call in problem.calls:
         here = plan[call.name]

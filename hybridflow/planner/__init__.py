@@ -4,12 +4,12 @@ Read in this order:
 
 1. Inputs: `cluster_spec`, `workload`, `graph` (the calls of an iteration), `mesh` (their devices) and the user's
    `constraints`.
-2. Seconds and bytes: `simulator` prices one call; `call_cost` and `device_memory` have its formulas, over
+2. Seconds and bytes: `costs` prices calls and plans; `call_cost` and `device_memory` have its formulas, over
    `pipeline_cost`, `backends` and `hardware`; `reallocation_cost` prices weights that move, `timeline` when each call
    runs. `calibration` and `layer_profile` fit all of it to a machine.
-3. Searches: the search `problem`; `auto_mapping` (HybridFlow) places groups by the cost of `stages`, `call_search`
-   (ReaL) places calls by `evaluation`, `similarity` (PUZZLE) cuts groups that share all devices.
-4. `planning` is the entry; `explain` reports infeasible problems and runner-up layouts.
+3. Searches: `auto_mapping` (HybridFlow) places groups by the cost of `stages`, `call_search` (ReaL) places calls,
+   `similarity` (PUZZLE) cuts groups that share all devices. `planning` is the entry; `explain` reports infeasible
+   problems and runner-up layouts.
 
 On their own: `stream_simulation`, the rows per second of loops whose generation runs ahead of training; `elastic`,
 policies that move devices between generation and training inside an iteration, and the simulation of its seconds.
@@ -35,7 +35,7 @@ from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import lend, rlinf, static, valid_sizes
 from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, SimulatedIterations, best_static, simulate_elastic
+from hybridflow.planner.elastic.simulation import ElasticRun, SimulatedIterations, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import (
     Allocate,
     Component,

@@ -1,1 +1,1 @@
-"""Seconds and bytes of calls, of weights that move between them, and of whole iterations. `simulator` first."""
+"""Seconds and bytes of calls, of weights that move between them, and of whole iterations. `costs` first."""

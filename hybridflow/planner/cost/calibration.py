@@ -17,8 +17,8 @@ import numpy as np
 
 from hybridflow.errors import PlacementError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph, Kind
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
@@ -59,16 +59,16 @@ class Observation:
             )
 
     def predicted(self, coefficients: Coefficients) -> float:
-        """Seconds that the simulator says."""
+        """Seconds that the costs says."""
         call = Call("observed.call", "observed", "call", self.kind)
         trained = frozenset() if self.kind == "inference" else frozenset({"observed"})
         graph = Graph((call,), (), {"observed": self.model}, trained)
         plan = CallPlan(Mesh.of(0, self.parallel.size), self.parallel)
-        return Simulator(self.cluster, graph, self.workload, coefficients).cost(call.name, plan).seconds
+        return Costs(self.cluster, graph, self.workload, coefficients).cost(call.name, plan).seconds
 
 
 def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT) -> Coefficients:
-    """Coefficients under which the simulator predicts `observations`, near `start`.
+    """Coefficients under which the costs predicts `observations`, near `start`.
 
     Errors: ConfigError without observations, and for those of different devices.
     """

@@ -1,6 +1,6 @@
 """Resident memory: bytes that groups placed on one device have there in each phase of an iteration. Pure.
 
-Only what is certain is counted: the simulator's weights, gradients and optimizer state (Adam's moments exist from the
+Only what is certain is counted: the costs's weights, gradients and optimizer state (Adam's moments exist from the
 start), and the share of the device that generation takes. Activations, message buffers and CUDA's own memory come on
 top, and depend on the batch: a driver that is refused for these figures cannot run, while one that passes may still
 run out of memory, which the call's error then explains.
@@ -18,8 +18,8 @@ from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import GIB
 from hybridflow.planner.cost.backends import Backend
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import DeviceMemory
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
@@ -47,11 +47,11 @@ class PlacedGroup:
         trained = frozenset() if settings.get("optim") is None else frozenset((name,))
         graph = Graph((), (), {name: model}, trained, {name: settings["train"]})
         try:
-            simulator = Simulator(ClusterSpec((node,), 1.0), graph, Workload(rows=1, prompt=1, response=1))
-            backend = simulator.backends[name]
+            costs = Costs(ClusterSpec((node,), 1.0), graph, Workload(rows=1, prompt=1, response=1))
+            backend = costs.backends[name]
             parallel = backend.parallel(grid.p, grid.t, grid.d)
             plan = None if parallel is None else CallPlan(Mesh.of(0, grid.size), parallel)
-            return plan and cls(name, settings, backend, simulator.still(name, plan))
+            return plan and cls(name, settings, backend, costs.still(name, plan))
         except (ConfigError, ModelError):
             return None
 

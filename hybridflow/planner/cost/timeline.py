@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 from hybridflow.errors import ConfigError
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
-from hybridflow.planner.describe.graph import Graph, WeightMove, moves
+from hybridflow.planner.describe.graph import Graph, moves
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, busiest
 from hybridflow.settings import require
 
-Latency = Mapping[int, float]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
 IN_FLIGHT = 2  # iterations that the driver's loader lets run at a time; in a stream 1 + `ahead`, if that is more
 _DONE = 1e-9  # share of a call's seconds that counts as finished (rounding)
@@ -30,17 +29,16 @@ _DONE = 1e-9  # share of a call's seconds that counts as finished (rounding)
 
 @dataclass(frozen=True)
 class Span:
-    """`call` ran on `mesh` (None: the helper, which has no device) from `start` to `stop` [s].
-
-    `moves`: the span is a transfer of this group's weights into the layout of `call`.
-    """
+    """When a call ran, or a transfer of weights into its layout."""
 
     call: str
     iteration: int
     mesh: Mesh | None
+    """None: the controller worker, which has no device."""
     start: float
     stop: float
     moves: str | None = None
+    """The group whose weights are transferred."""
 
     @property
     def seconds(self) -> float:
@@ -49,11 +47,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`seconds` until everything is done, and `per_iteration` once iterations follow each other evenly."""
-
     spans: tuple[Span, ...]
     seconds: float
+    """Until everything is done."""
     per_iteration: float
+    """Seconds once iterations follow each other evenly."""
 
     def of(self, iteration: int) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.iteration == iteration)
@@ -84,17 +82,47 @@ class Contention:
         devices = [Mesh(tuple(cluster.devices_of(i))).bits for i in range(len(cluster.nodes))]
         return cls(tuple(zip(devices, cluster.nodes, strict=True)))
 
-    def load(self, mask: int, busy: float) -> tuple[float, ...]:
-        """For each node, the mean number of computing devices in `mask` if each computes for the share `busy`."""
-        return tuple((mask & devices).bit_count() * busy for devices, _ in self.nodes)
+    def run(
+        self, before: Sequence[set[int]], seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Start and stop of nodes that wait for those `before` them: of the ones that run, the remaining work shrinks
+        at their present speed until one ends. Nodes wait for earlier ones only, so one pass in program order starts all
+        that can start."""
+        # by node of the schedule and of the cluster: the mean number of devices that compute
+        loads = [
+            [(mask & own).bit_count() * busy for own, _ in self.nodes] for mask, busy in zip(masks, shares, strict=True)
+        ]
+        starts, stops, now = [0.0] * len(before), [0.0] * len(before), 0.0
+        queue, done, left = [*range(len(before))], set[int](), dict[int, float]()  # seconds that each needs, alone
+        while queue or left:
+            claimed, waiting = sum(masks[i] for i in left), list[int]()  # calls that run have no device in common
+            for i in queue:
+                if masks[i] & claimed or not done.issuperset(before[i]):
+                    waiting.append(i)
+                elif seconds[i] > 0:
+                    starts[i], left[i] = now, seconds[i]
+                else:  # without duration: its devices stay free
+                    starts[i] = stops[i] = now
+                    done.add(i)
+                    continue
+                claimed |= masks[i]
+            queue = waiting
+            work = [sum(own) for own in zip(*(loads[i] for i in left), strict=True)]
+            factors = {i: self._factor(loads[i], work) for i in left}
+            passed = min((left[i] * factors[i] for i in left), default=0.0)
+            now += passed
+            for i, factor in factors.items():
+                left[i] -= passed / factor
+                if left[i] <= _DONE * seconds[i]:
+                    del left[i]
+                    stops[i] = now
+                    done.add(i)
+        return starts, stops
 
-    def factor(self, own: Sequence[float], total: Sequence[float]) -> float:
+    def _factor(self, own: Sequence[float], total: Sequence[float]) -> float:
         """How much longer a call with the load `own` takes while `total` works, its own part included."""
-        most = 1.0
-        for (_, node), mine, all_of_it in zip(self.nodes, own, total, strict=True):
-            if mine:
-                most = max(most, node.slow(all_of_it) / node.slow(mine))
-        return most
+        loads = zip(self.nodes, own, total, strict=True)
+        return max([1.0, *(node.slow(every) / node.slow(mine) for (_, node), mine, every in loads if mine)])
 
 
 class GraphSchedule:
@@ -107,29 +135,21 @@ class GraphSchedule:
     def __init__(self, graph: Graph, *, iterations: int = 3, sharing: Contention | None = None) -> None:
         good = type(iterations) is int and iterations >= 1
         require(good, f"iterations={iterations!r}: give a whole number of at least 1.")
-        self.in_flight = max(IN_FLIGHT, 1 + max((call.ahead for call in graph.calls), default=0))
-        self.graph, self.iterations, self.sharing = graph, iterations, sharing
-        self.moves = moves(graph)
-        self.nodes = _nodes(graph, self.moves)
-        self.roots = [i for i, node in enumerate(self.nodes) if all(distance for _, distance in node.before)]
-        self.before = self._unrolled()
+        self.iterations, self.sharing, self.nodes = iterations, sharing, _nodes(graph)
         self._within = [[j for j, distance in node.before if not distance] for node in self.nodes]
         # from a node to those of earlier iterations that it waits for, and of how many before
-        closing = [(i, [(j, back) for j, back in node.before if back]) for i, node in enumerate(self.nodes)]
-        self._closing = {i: lasts for i, lasts in closing if lasts}
+        closing = {i: [(j, back) for j, back in node.before if back] for i, node in enumerate(self.nodes)}
+        self._closing = {i: lasts for i, lasts in closing.items() if lasts}
         moved = ((i, graph.calls[node.call]) for i, node in enumerate(self.nodes) if node.moved_from is not None)
         self._interrupting = [i for i, call in moved if call.continuous]
-
-    def _unrolled(self) -> list[set[int]]:
-        """What each node of every iteration waits for."""
-        count, before = len(self.nodes), list[set[int]]()
-        for iteration in range(self.iterations):
+        in_flight = max(IN_FLIGHT, 1 + max((call.ahead for call in graph.calls), default=0))
+        count = len(self.nodes)
+        self.before: list[set[int]] = []  # what each node of every iteration waits for
+        for iteration in range(iterations):
+            early = range((iteration - in_flight) * count, (iteration - in_flight + 1) * count)
             for i, node in enumerate(self.nodes):
                 first = {(iteration - distance) * count + j for j, distance in node.before if iteration >= distance}
-                if i in self.roots and iteration >= self.in_flight:
-                    first |= {*range((iteration - self.in_flight) * count, (iteration - self.in_flight + 1) * count)}
-                before.append(first)
-        return before
+                self.before.append(first if self._within[i] or iteration < in_flight else first | {*early})
 
     def run(
         self, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None = None
@@ -140,32 +160,26 @@ class GraphSchedule:
         """
         if self._interrupting:  # the trainer's side of a sync counts in `least` only: rollouts do not wait for it
             masks = [mask & masks[i + 1] if i in self._interrupting else mask for i, mask in enumerate(masks)]
+        count, rounds = len(self.nodes), self.iterations
         if self.sharing is not None:
-            return _contended(self, self.sharing, seconds, masks, shares or [1.0] * len(masks))
-        count = len(self.nodes)
+            shares = [*(shares or [1.0] * count)] * rounds
+            return self.sharing.run(self.before, [*seconds] * rounds, [*masks] * rounds, shares)
         starts, stops = list[float](), list[float]()
         taken: list[tuple[int, float]] = []  # latest first: devices, and until when they are busy
         for at, before in enumerate(self.before):
             start = max([stops[j] for j in before], default=0.0)
             if mask := masks[at % count]:
-                start = max(start, _free_from(mask, taken))
+                wanted = mask  # each device was last taken by the first entry that has it
+                for other, stop in taken:
+                    if other & wanted:
+                        start = max(start, stop)
+                        wanted &= ~other
+                        if not wanted:
+                            break
                 taken.insert(0, (mask, start + seconds[at % count]))
             starts.append(start)
             stops.append(start + seconds[at % count])
         return starts, stops
-
-    def per_iteration(
-        self,
-        stops: Sequence[float],
-        seconds: Sequence[float],
-        masks: Sequence[int],
-        latency: Latency = MappingProxyType({}),
-    ) -> float:
-        """Seconds from the end of one iteration to that of the next when the last ones follow each other.
-
-        No less than `least`: the last iterations may put off work, or profit from a slow first one, but not for ever.
-        """
-        return max(self.gap(stops), self.least(seconds, masks, latency))
 
     def gap(self, stops: Sequence[float]) -> float:
         """Mean seconds between the ends of the later iterations."""
@@ -177,63 +191,20 @@ class GraphSchedule:
         ends = [max(stops[: (i + 1) * count]) for i in (earlier, last)]
         return (ends[1] - ends[0]) / (last - earlier)
 
-    def least(self, seconds: Sequence[float], masks: Sequence[int], latency: Latency = MappingProxyType({})) -> float:
-        """A lower bound for every order of calls: the work of the busiest device, and the longest chain from a node to
-        itself in a later iteration, by iteration. `latency`: seconds of nodes whose rows take longer than they do."""
-        return max(
-            busiest(seconds, masks), self._longest_cycle([max(s, latency.get(i, s)) for i, s in enumerate(seconds)])
-        )
-
-    def _longest_cycle(self, seconds: Sequence[float]) -> float:
-        longest = 0.0
+    def least(
+        self, seconds: Sequence[float], masks: Sequence[int], latency: Mapping[int, float] = MappingProxyType({})
+    ) -> float:
+        """A lower bound for every order of calls, as the last iterations may put off work, but not for ever: the work
+        of the busiest device, and the longest chain from a node to itself in a later iteration, by iteration.
+        `latency`: seconds of nodes whose rows take longer than they do."""
+        longest, took = busiest(seconds, masks), [max(s, latency.get(i, s)) for i, s in enumerate(seconds)]
         for first, lasts in self._closing.items():
             reached = [-math.inf] * len(self.nodes)
-            reached[first] = seconds[first]
+            reached[first] = took[first]
             for i in range(first + 1, len(self.nodes)):
-                before = max([reached[j] for j in self._within[i]], default=-math.inf)
-                reached[i] = before + seconds[i]
+                reached[i] = max([reached[j] for j in self._within[i]], default=-math.inf) + took[i]
             longest = max(longest, *(reached[last] / back for last, back in lasts))
         return longest
-
-
-def _contended(
-    schedule: GraphSchedule,
-    sharing: Contention,
-    seconds: Sequence[float],
-    masks: Sequence[int],
-    shares: Sequence[float],
-) -> tuple[list[float], list[float]]:
-    """Start and stop of each node with contention: of the calls that run, the remaining work shrinks at their present
-    speed until one ends. Nodes wait for earlier ones only, so one pass in program order starts all that can start."""
-    total, rounds = len(schedule.before), schedule.iterations
-    seconds, masks = [*seconds] * rounds, [*masks] * rounds
-    loads = [sharing.load(mask, share) for mask, share in zip(masks, [*shares] * rounds, strict=True)]
-    starts, stops, queue, now = [0.0] * total, [0.0] * total, [*range(total)], 0.0
-    done, left = set[int](), dict[int, float]()  # seconds that each running call still needs, alone
-    while queue or left:
-        claimed, waiting = sum(masks[i] for i in left), list[int]()  # calls that run have no device in common
-        for i in queue:
-            if masks[i] & claimed or not done.issuperset(schedule.before[i]):
-                waiting.append(i)
-            elif seconds[i] > 0:
-                starts[i], left[i] = now, seconds[i]
-            else:  # without duration: its devices stay free
-                starts[i] = stops[i] = now
-                done.add(i)
-                continue
-            claimed |= masks[i]
-        queue = waiting
-        work = [sum(own) for own in zip(*(loads[i] for i in left), strict=True)]
-        factors = {i: sharing.factor(loads[i], work) for i in left}
-        passed = min((left[i] * factors[i] for i in left), default=0.0)
-        now += passed
-        for i, factor in factors.items():
-            left[i] -= passed / factor
-            if left[i] <= _DONE * seconds[i]:
-                del left[i]
-                stops[i] = now
-                done.add(i)
-    return starts, stops
 
 
 def simulate(
@@ -285,25 +256,12 @@ def simulate(
             mesh = plan[call.name].mesh if call.name in plan else None
             found.append(Span(call.name, iteration, mesh, start, stop, call.group if moves_weights else None))
     spans = tuple(sorted(found, key=lambda span: (span.start, span.stop)))
-    return Timeline(spans, max(stops), schedule.per_iteration(stops, durations, masks, longest))
+    return Timeline(spans, max(stops), max(schedule.gap(stops), schedule.least(durations, masks, longest)))
 
 
-def _free_from(mask: int, taken: list[tuple[int, float]]) -> float:
-    """When the last of these devices is free: each was last taken by the first entry that has it."""
-    free = 0.0
-    for other, stop in taken:
-        if other & mask:
-            if stop > free:
-                free = stop
-            mask &= ~other
-            if not mask:
-                break
-    return free
-
-
-def _nodes(graph: Graph, moved: Sequence[WeightMove]) -> list[Node]:
+def _nodes(graph: Graph) -> list[Node]:
     """Calls in program order, each after the move of the weights that it needs."""
-    for_call = {move.target: move for move in moved}
+    for_call = {move.target: move for move in moves(graph)}
     number, places, count = {call.name: i for i, call in enumerate(graph.calls)}, dict[str, int](), 0
     for call in graph.calls:
         count += call.name in for_call

@@ -10,18 +10,18 @@ from statistics import NormalDist
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import GIB
 from hybridflow.planner.cost.call_cost import cache_bytes, decoding_step, prefill_seconds
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import MAIN, weights
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
 from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.cost.pipeline_cost import CallContext
 from hybridflow.planner.cost.reallocation_cost import reallocation
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, powers
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.planner.elastic.gain import POLICIES
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, best_static, simulate_elastic
+from hybridflow.planner.elastic.simulation import ElasticRun, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds
 from hybridflow.planner.stream_simulation import TAIL, DecodingSpeed, ResponseLengths
 from hybridflow.settings import require
@@ -93,7 +93,7 @@ def plan_elastic(
         f"plan_elastic(minibatches={minibatches}): the {rows // n} prompts of an iteration are not divided by it.",
     )
     once = replace(graph, calls=tuple(replace(call, minibatches=1) for call in graph.calls))
-    one = Simulator(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
+    one = Costs(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
     generate, train = _sizes(one, "generate", [generation], generate), _sizes(one, "train", others, train)
     devices = cluster.size
     if devices < generate.size + train.size:
@@ -125,12 +125,12 @@ def _calls(graph: Graph) -> tuple[Call, list[Call]]:
     return generation[0], [call for call in graph.calls if call.kind != "generation"]
 
 
-def _sizes(simulator: Simulator, name: str, calls: Sequence[Call], given: Parallel | None) -> Parallel:
+def _sizes(costs: Costs, name: str, calls: Sequence[Call], given: Parallel | None) -> Parallel:
     """The given sizes, or the fewest devices of a node, tensor parallel: those on which all calls fit beside what their
     groups keep."""
-    node = min(node.count for node in simulator.cluster.nodes)
-    room = min(node.device.memory for node in simulator.cluster.nodes) * simulator.coefficients.usable_memory
-    models = {call.group: simulator.graph.models[call.group] for call in calls}
+    node = min(node.count for node in costs.cluster.nodes)
+    room = min(node.device.memory for node in costs.cluster.nodes) * costs.coefficients.usable_memory
+    models = {call.group: costs.graph.models[call.group] for call in calls}
     groups = ", ".join(group for group, model in models.items() if model is not None)
     stages = given is not None and name == "generate" and given.p > 1
     good = given is None or (given.d == 1 and not stages)
@@ -140,7 +140,7 @@ def _sizes(simulator: Simulator, name: str, calls: Sequence[Call], given: Parall
         sizes = given or Parallel(t=size)
         if any(model is not None and not model.divides(sizes.t) for model in models.values()):
             continue
-        needed = _bytes(simulator, calls, CallPlan(Mesh.of(0, size), sizes))
+        needed = _bytes(costs, calls, CallPlan(Mesh.of(0, size), sizes))
         if needed <= room:
             return sizes
     raise PlacementError(
@@ -149,25 +149,25 @@ def _sizes(simulator: Simulator, name: str, calls: Sequence[Call], given: Parall
     )
 
 
-def _bytes(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> float:
-    kept = sum(simulator.static(group, plan) for group in {call.group for call in calls})
+def _bytes(costs: Costs, calls: Sequence[Call], plan: CallPlan) -> float:
+    kept = sum(costs.static(group, plan) for group in {call.group for call in calls})
     if calls[0].kind == "generation":  # a group of its own, without gradients
-        context = simulator.context(calls[0].group, plan, "generation")
+        context = costs.context(calls[0].group, plan, "generation")
         kept = 0.0 if context is None else weights(context)
-    return kept + max(simulator.active(call.name, plan) for call in calls)
+    return kept + max(costs.active(call.name, plan) for call in calls)
 
 
 def _speeds(
-    simulator: Simulator, generation: Call, others: Sequence[Call], generate: Parallel, train: Parallel
+    costs: Costs, generation: Call, others: Sequence[Call], generate: Parallel, train: Parallel
 ) -> tuple[Speeds, float]:
     """Of one instance each, and the seconds of the weight sync."""
     replica = CallPlan(Mesh.of(train.size, generate.size), generate)
     actor = CallPlan(Mesh.of(0, train.size), train)
-    context = simulator.context(generation.group, replica, "generation")
+    context = costs.context(generation.group, replica, "generation")
     assert context is not None, "a function that generates"
-    seconds, first = _minibatch(simulator, others, actor)
-    beside = 0.0 if generation.group in simulator.graph.trained else weights(context)
-    room = simulator.kv_budget(generation.name, replica, beside) / (context.workload.under_way * cache_bytes(context))
+    seconds, first = _minibatch(costs, others, actor)
+    beside = 0.0 if generation.group in costs.graph.trained else weights(context)
+    room = costs.kv_budget(generation.name, replica, beside) / (context.workload.under_way * cache_bytes(context))
     slots = max(1, min(_ROWS, math.floor(room)))
     return Speeds(
         DecodingSpeed.fitted(
@@ -175,32 +175,32 @@ def _speeds(
         ),
         train=first,
         train_per_token=seconds,
-        resize=_resize(simulator, others, actor),
-    ), simulator.reallocation(generation.group, actor, replica)
+        resize=_resize(costs, others, actor),
+    ), costs.reallocation(generation.group, actor, replica)
 
 
-def _minibatch(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> tuple[float, float]:
+def _minibatch(costs: Costs, calls: Sequence[Call], plan: CallPlan) -> tuple[float, float]:
     """Seconds per token of the calls on a mini-batch, and those that do not depend on tokens."""
-    work = simulator.workload
-    more = simulator.on(simulator.cluster, replace(work, rows=2 * work.rows))
-    few, many = (sum(one.cost(call.name, plan).seconds for call in calls) for one in (simulator, more))
+    work = costs.workload
+    more = costs.on(costs.cluster, replace(work, rows=2 * work.rows))
+    few, many = (sum(one.cost(call.name, plan).seconds for call in calls) for one in (costs, more))
     tokens = work.rows * work.tokens
     per_token = max(0.0, many - few) / tokens
     return per_token, max(0.0, few - per_token * tokens)
 
 
-def _resize(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> float:
+def _resize(costs: Costs, calls: Sequence[Call], plan: CallPlan) -> float:
     """An instance more gets the state of all groups that are trained. Main parameters and both moments travel one after
     another, each with messages and tensors of its own; weights of 16 bits are made of them."""
-    if 2 * plan.mesh.size > simulator.cluster.size:
+    if 2 * plan.mesh.size > costs.cluster.size:
         return 0.0  # there is one instance at most
     there = CallPlan(Mesh.of(plan.mesh.size, plan.mesh.size), plan.parallel)
     both, seconds = Mesh.of(0, 2 * plan.mesh.size), 0.0
     for group in {call.group for call in calls if call.kind == "training"}:
-        if (context := simulator.context(group, plan)) is not None:
-            k, cluster = simulator.coefficients, simulator.cluster
+        if (context := costs.context(group, plan)) is not None:
+            k, cluster = costs.coefficients, costs.cluster
             each, busy = reallocation(context.size, cluster, plan, there, MAIN, k, fresh=True)
-            seconds += _KINDS * each * simulator.slowdown(both, busy)
+            seconds += _KINDS * each * costs.slowdown(both, busy)
     return seconds
 
 

@@ -1,18 +1,19 @@
-"""An iteration under a device policy, event by event, with known response lengths. Pure.
+"""Iterations under a device policy, simulated event by event, with known response lengths. Pure.
 
-It acts only on actions that `applied` accepts, and calls a policy where the executor calls it: at the start, as rows
-finish (each time another 1/32 of all rows has, when a mini-batch is ready for an idle actor, and when no row is left),
-and after each mini-batch. A switch takes `join` where rollouts or a lent actor begin, `resize` where the actor changes
-its size, and `hand_over` where rows move; meanwhile all other instances continue.
+The simulation acts only on actions that `applied` accepts, and calls a policy where the executor calls it: at the
+start, as rows finish (each time another 1/32 of all rows has, when a mini-batch is ready for an idle actor, and when no
+row is left), and after each mini-batch. A switch takes `join` where rollouts or a lent actor begin, `resize` where the
+actor changes its size, and `hand_over` where rows move; meanwhile all other instances continue.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
 from typing import NamedTuple
 
 from hybridflow.planner.elastic.policies import decide, static
@@ -20,26 +21,147 @@ from hybridflow.planner.elastic.state import (
     LOOKS,
     Action,
     Allocate,
+    Component,
     ComponentName,
     Event,
     Migrate,
     Policy,
     Release,
     RunningGroup,
+    Speeds,
     State,
     Wait,
 )
-from hybridflow.planner.elastic.transitions import Switch, applied, placement, why
-from hybridflow.planner.stream_simulation import DecodedRow, Decoding, DecodingReplica
+from hybridflow.planner.elastic.transitions import Switch, applied, listed, placement, spread, why
+from hybridflow.planner.stream_simulation import DecodedRow, Decoding, DecodingReplica, ResponseLengths, drawn
+from hybridflow.settings import Count, NonNegative, Positive, Size, require, settings
+
+
+@settings
+class ElasticRun:
+    """Iterations of `prompts` groups of `n` responses, with a static placement of all components."""
+
+    devices: Size
+    rollout: Size
+    """Instances of `tp` devices."""
+    actor: Size
+    """Instances of `mp` devices."""
+    prompts: Size
+    n: Size
+    minibatches: Size
+    speeds: Speeds
+    lengths: ResponseLengths | Sequence[int]
+    """Of the rows of all iterations in turn, again from the first when they end, or a distribution."""
+    tp: Size = 1
+    mp: Size = 1
+    inference: Count = 0
+    """Instances of one device."""
+    prompt_tokens: Count = 0
+    actor_sizes: tuple[int, ...] | None = None
+    """Numbers of instances that the actor may have (None: any)."""
+    sync_seconds: NonNegative = 0.0
+    """The weight sync at the end of an iteration."""
+    cores: Positive | None = None
+    """Of a machine that all processes share: where more than these are busy, all are slower alike."""
+    iterations: Size = 1
+    warm_up: Count = 1
+    """Iterations before, whose lengths are only seen."""
+    seed: Count = 0
+
+    def __post_init__(self) -> None:
+        drawn(self.lengths, Random(self.seed))
+
+
+@dataclass(frozen=True)
+class SimulatedIterations:
+    """Seconds and switches of each iteration."""
+
+    seconds: tuple[float, ...]
+    switches: tuple[tuple[Switch, ...], ...]
+    refused: str | None
+    """Why the policy was replaced by `static` in an iteration, the first time."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+
+def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
+    """The run under the policy; equal for equal seeds."""
+    seen, iterations = drawn_lengths(run)
+    found, costs = list[Iteration](), list[float]()
+    for lengths in iterations:
+        found.append(ElasticSimulation(start_of(run, seen, costs), lengths, policy, run.cores).run())
+        costs += [switch.seconds for switch in found[-1].switches]
+        seen = sorted((*seen, *lengths))
+    refused = next((each.refused for each in found if each.refused), None)
+    seconds = tuple(each.seconds + run.sync_seconds for each in found)
+    return SimulatedIterations(seconds, tuple(tuple(each.switches) for each in found), refused)
+
+
+def best_static(run: ElasticRun, splits: Iterable[tuple[int, int]]) -> tuple[ElasticRun, float]:
+    """The run with the (rollout, actor) instances under which the static placement is fastest, and its mean seconds."""
+    runs = [replace(run, rollout=rollout, actor=actor) for rollout, actor in splits]
+    return min(((each, simulate_elastic(each, static).mean) for each in runs), key=lambda found: found[1])
+
+
+def drawn_lengths(run: ElasticRun) -> tuple[list[int], list[list[int]]]:
+    """Those of the warm-up, ascending, and those of the rows of each iteration."""
+    rows, tokens = run.prompts * run.n, drawn(run.lengths, Random(run.seed))
+    seen = sorted(islice(tokens, run.warm_up * rows))
+    return seen, [list(islice(tokens, rows)) for _ in range(run.iterations)]
+
+
+def start_of(
+    run: ElasticRun, seen: Sequence[int] = (), costs: Sequence[float] = (), prompts: Sequence[int] | None = None
+) -> State:
+    """The state at the start of an iteration, when response lengths `seen` (ascending) and `costs`, the seconds of
+    switches, are known; `prompts`: the tokens of each one, if they differ.
+
+    Errors: ConfigError for sizes that the devices do not allow."""
+    require(
+        run.prompts % run.minibatches == 0,
+        f"{run.prompts} prompts do not make {run.minibatches} mini-batches of equal size: give a multiple of "
+        f"{run.minibatches}.",
+    )
+    most = (run.devices - run.inference) // run.tp
+    require(
+        run.actor * run.mp <= (most - run.rollout) * run.tp,
+        f"{run.actor} actor instances of {run.mp}, {run.rollout} rollout instances of {run.tp} and {run.inference} "
+        f"devices for inference do not fit {run.devices} devices: the rollouts end at device {most * run.tp}, and the "
+        f"actor before them.",
+    )
+    largest = run.devices // run.mp
+    sizes = run.actor_sizes or tuple(range(1, largest + 1))
+    require(
+        list(sizes) == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] <= largest and run.actor in sizes,
+        f"actor_sizes={listed(sizes)}: give ascending numbers from 1 to {largest}, {run.actor} among them.",
+    )
+    rollout = Component(run.tp, run.rollout, run.rollout, tuple(range(1, most + 1)))
+    tokens = [run.prompt_tokens] * run.prompts if prompts is None else prompts
+    return State(
+        event="start",
+        devices=run.devices,
+        rollout=rollout,
+        inference=Component(1, run.inference, run.inference, tuple({run.inference} - {0})),
+        actor=Component(run.mp, run.actor, run.actor, sizes),
+        rows=run.prompts * run.n,
+        n=run.n,
+        minibatches=run.minibatches,
+        running=spread([RunningGroup(group, each, (0,) * run.n) for group, each in enumerate(tokens)], rollout.ids),
+        speeds=run.speeds,
+        lengths=seen,
+        switches=tuple(costs[-3:]),
+    )
 
 
 @dataclass
 class Iteration:
-    """Seconds without the weight sync, and the switches; why the policy was replaced by `static`, if it was."""
-
     seconds: float
+    """Without the weight sync."""
     switches: list[Switch]
     refused: str | None
+    """Why the policy was replaced by `static`, if it was."""
 
 
 class _Minibatch(NamedTuple):
@@ -76,9 +198,12 @@ class ElasticSimulation(Decoding):
     def until_look(self) -> Event | None:
         """The event of the next one; None after the last mini-batch."""
         while self.state.done < self.state.minibatches:
-            self.begin_training()
-            boundary = self.advance()
-            if boundary or self.due:
+            self._begin_training()
+            boundary = self._advance()
+            new, idle = self.finished_rows - self.looked, self.trained_at is None
+            last = self.finished_rows == self.state.rows
+            due = new > 0 and (new >= self.state.rows / LOOKS or last or (self.formed and idle))
+            if boundary or due:
                 self.looked, self.formed = self.finished_rows, False
                 return "minibatch" if boundary else "rows"
         return None
@@ -87,32 +212,15 @@ class ElasticSimulation(Decoding):
         self.pass_until(max(self.now, self.actor_at))
         return Iteration(self.clock, self.switches, self.refused)
 
-    def fork(self) -> ElasticSimulation:
-        """A copy of this one, to proceed otherwise."""
-        other = copy(self)
-        other.replicas = {instance: copy(replica) for instance, replica in self.replicas.items()}
-        for replica in other.replicas.values():
-            replica.running, replica.waiting = replica.running.copy(), replica.waiting.copy()
-        for name in ("_ends", "busy", "unfinished", "whole", "queue", "switches"):
-            setattr(other, name, getattr(self, name).copy())
-        return other
-
     def pass_until(self, time: float, others: int = 0) -> float:
         return super().pass_until(time, others + (self.state.actor_end if self.trained_at is not None else 0))
 
-    @property
-    def due(self) -> bool:
-        """Whether rows that finished are worth a look."""
-        rows, idle = self.state.rows, self.trained_at is None
-        new = self.finished_rows - self.looked
-        return new > 0 and (new >= rows / LOOKS or self.finished_rows == rows or (self.formed and idle))
-
-    def advance(self) -> bool:
+    def _advance(self) -> bool:
         """The next event. Returns whether a mini-batch was trained."""
         trained, row_end = math.inf if self.trained_at is None else self.trained_at, self.next_end()
         if row_end < trained:
             self.pass_until(max(self.now, row_end))
-            self.end_row(self.finished())
+            self._end_row(self.finished())
             return False
         assert trained < math.inf, "nothing runs, and the actor does not train"
         self.pass_until(max(self.now, trained))
@@ -120,7 +228,7 @@ class ElasticSimulation(Decoding):
         self.state = replace(self.state, done=self.state.done + 1)
         return True
 
-    def end_row(self, row: DecodedRow) -> None:
+    def _end_row(self, row: DecodedRow) -> None:
         self.finished_rows += 1
         self.unfinished[row.group] -= 1
         if self.unfinished[row.group]:
@@ -136,7 +244,7 @@ class ElasticSimulation(Decoding):
             self.queue.append(_Minibatch(tokens, available))
             self.whole, self.formed = [], True
 
-    def begin_training(self) -> None:
+    def _begin_training(self) -> None:
         actor, speeds = self.state.actor.instances, self.state.speeds
         if self.trained_at is not None or not actor or not self.queue:
             return
@@ -156,9 +264,14 @@ class ElasticSimulation(Decoding):
         after = applied(view, actions)
         seconds, rows = self.execute(view, after, actions, delay)
         if event == "start":
-            for instance, groups in after.running.items():
-                self.replicas[instance].stalled += delay
-                self.submit(instance, groups)
+            for instance, groups in after.running.items():  # rows of a group share the keys and values of their prompt
+                replica = self.replicas[instance]
+                replica.stalled += delay
+                for group in groups:
+                    for row, before in enumerate(group.tokens):
+                        context, length = before + (0 if row else group.prompt), group.group * view.n + row
+                        replica.waiting.append(DecodedRow(group.group, self.lengths[length], context, before))
+                self.refill(instance)
         if placement(after) != placement(view):
             self.switches.append(Switch(view.seconds, why(view), placement(view), placement(after), seconds, rows))
 
@@ -168,20 +281,18 @@ class ElasticSimulation(Decoding):
         for action in actions:
             match action:
                 case Wait(component):
-                    self.wait(component)
+                    self._wait(component)
                 case Migrate(groups):
-                    rows += self.migrate(groups)
+                    rows += self._migrate(groups)
                     delay += speeds.hand_over
                 case Release("rollout", count):
                     for instance in sorted(self.replicas)[:count]:
                         del self.replicas[instance]
                         self.busy.discard(instance)
                 case Allocate("rollout", count):
-                    lowest = min(self.replicas, default=view.rollout.most)
+                    lowest, stalled = min(self.replicas, default=view.rollout.most), delay + speeds.join
                     for instance in range(lowest - count, lowest):
-                        self.replicas[instance] = DecodingReplica(
-                            speeds.decoding, self.now, stalled=delay + speeds.join
-                        )
+                        self.replicas[instance] = DecodingReplica(speeds.decoding, self.now, stalled=stalled)
                 case _:
                     pass
         changed = any(isinstance(a, Release | Allocate) and a.component == "actor" for a in actions)
@@ -198,29 +309,20 @@ class ElasticSimulation(Decoding):
         self.state = replace(self.state, rollout=after.rollout, inference=after.inference, actor=after.actor)
         return delay - looked, rows
 
-    def wait(self, name: ComponentName) -> None:
+    def _wait(self, name: ComponentName) -> None:
         """Other events pass, and nothing begins."""
         if name == "rollout":
             while self.busy:
-                self.advance()
+                self._advance()
         elif name == "actor":
             while self.trained_at is not None:
-                self.advance()
+                self._advance()
         else:
             while min(self.next_end(), self.trained_at or math.inf) < self.inference_at:
-                self.advance()
+                self._advance()
             self.pass_until(max(self.now, self.inference_at))
 
-    def submit(self, instance: int, groups: Sequence[RunningGroup]) -> None:
-        """Rows of a group share the keys and values of their prompt."""
-        for group in groups:
-            for row, before in enumerate(group.tokens):
-                context = before + (0 if row else group.prompt)
-                length = self.lengths[group.group * self.state.n + row]
-                self.replicas[instance].waiting.append(DecodedRow(group.group, length, context, before))
-        self.refill(instance)
-
-    def migrate(self, groups: Mapping[int, int]) -> int:
+    def _migrate(self, groups: Mapping[int, int]) -> int:
         """Returns the rows that moved."""
         moving: dict[int, list[DecodedRow]] = {group: [] for group in groups}
         left = self.withdraw(groups)
@@ -237,10 +339,10 @@ class ElasticSimulation(Decoding):
         return sum(map(len, moving.values()))
 
     def view(self, event: Event) -> State:
-        """What the policy sees."""
-        running: dict[int, tuple[RunningGroup, ...]] = {}
+        """The state that the policy sees."""
         if event == "start":
             return self.state
+        running: dict[int, tuple[RunningGroup, ...]] = {}
         for instance, replica in self.replicas.items():
             replica.pass_until(self.now)
             present: dict[int, list[int]] = {}
@@ -249,14 +351,8 @@ class ElasticSimulation(Decoding):
             running[instance] = tuple(
                 RunningGroup(group, self.groups[group].prompt, tuple(tokens)) for group, tokens in present.items()
             )
-        groups = sum(not rows for rows in self.unfinished.values())
-        trained = (self.state.done + (self.trained_at is not None)) * self.state.minibatch_groups
-        return replace(
-            self.state,
-            event=event,
-            running=running,
-            finished=self.finished_rows,
-            ready=groups - trained,
-            seconds=self.now,
-            training=self.trained_at is not None,
-        )
+        training = self.trained_at is not None
+        whole = sum(not rows for rows in self.unfinished.values())
+        ready = whole - (self.state.done + training) * self.state.minibatch_groups
+        now: dict = {"finished": self.finished_rows, "ready": ready, "seconds": self.now, "training": training}
+        return replace(self.state, event=event, running=running, **now)

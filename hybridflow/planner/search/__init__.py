@@ -1,1 +1,1 @@
-"""Searches for the fastest placement of one search problem. `planning` runs them, `problem` is what they share."""
+"""Searches for the fastest placement of a graph whose `Costs` are known. `planning` runs them."""

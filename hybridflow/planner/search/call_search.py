@@ -1,26 +1,248 @@
-"""Searches over execution plans (ReaL): a mesh and a layout for every call. `exact` tries all combinations, except
-those that a bound rules out; `mcmc` is Markov chain Monte Carlo (section 5). Pure.
+"""Searches over execution plans (ReaL): a mesh and a layout for every call. Pure.
+
+`exact` tries all combinations, except those that a bound rules out; `mcmc` is Markov chain Monte Carlo (section 5). A
+state lists the option number of each call: its score looks up everything by these numbers and computes only the
+timeline.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
+import numpy as np
+
+from hybridflow.planner.cost.costs import Costs, Option
+from hybridflow.planner.cost.timeline import GraphSchedule
+from hybridflow.planner.describe.graph import Call
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, meshes
 from hybridflow.planner.search.deadline import NEVER, Deadline
-from hybridflow.planner.search.evaluation import Evaluator, Found, State, options_of
-from hybridflow.planner.search.problem import Problem
+from hybridflow.planner.search.stages import Floats, undominated
+
+State = list[int]
+Chosen = Sequence[Option | None]  # by call; None where it is not decided yet
+_REMEMBERED = 200_000
+_PENALTY, _PENALTY_RATE = 2.0, 10.0
 
 
-def space_size(problem: Problem, deadline: Deadline = NEVER) -> int:
+class Score(NamedTuple):
+    cost: float
+    """What searches make small: the seconds, with the margin for each further layout; a multiple if it cannot run."""
+    seconds: float
+    """Per iteration."""
+    good: bool
+    """The plan fits into memory and keeps the constraints."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a search, and its seconds per iteration."""
+
+    plan: ExecutionPlan
+    seconds: float
+    evaluations: int
+    """Plans that were looked at."""
+    elapsed: float
+    complete: bool = False
+    """All other plans are known to be no better."""
+    history: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    """When [s] which cost was the best."""
+
+
+def options_of(
+    costs: Costs, *, prune: bool = True, also: Sequence[ExecutionPlan] = (), deadline: Deadline = NEVER
+) -> list[list[Option]]:
+    """For each call its options, and those that the plans in `also` choose.
+
+    With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of
+    the group (and wait as much, where devices share something): it could only save moves between them. Calls without
+    any option have an empty list. Errors: TimeUpError when the deadline comes before all are known.
+    """
+    given = dict.fromkeys((costs.graph.call(name).group, at) for plan in also for name, at in plan.items())
+    pinned = [Mesh(devices) for group in costs.graph.groups if (devices := costs.rules.devices(group))]
+    where = list(dict.fromkeys([*meshes(costs.cluster), *(at.mesh for _, at in given), *pinned]))
+    by_shape: dict[tuple[str, tuple], list] = {}
+    found: dict[str, list[Option]] = {call.name: [] for call in costs.calls}
+    for group in costs.graph.groups:
+        calls = costs.graph.of_group(group)
+        for mesh in where:
+            deadline.check()
+            key = (group, shape := costs.shape(mesh))
+            if key not in by_shape:
+                by_shape[key] = _layouts(costs, calls, mesh, prune)
+            more = [at.parallel for of, at in given if of == group and at.mesh == mesh]
+            for call in calls:
+                for parallel in dict.fromkeys([*by_shape[key], *more]):
+                    if costs.rules.allows(group, mesh, parallel, call.kind == "generation"):
+                        option = costs.option(call, mesh, parallel, shape)
+                        found[call.name] += [option] if option else []
+    return list(found.values())
+
+
+def _layouts(costs: Costs, calls: Sequence[Call], mesh: Mesh, prune: bool) -> list:
+    group = calls[0].group
+    layouts = list(dict.fromkeys(x for g in (False, True) for x in costs.strategies(group, mesh, g)))
+    if not prune:
+        return layouts
+    kept, width = {}, 6 if costs.sharing else 5  # who waits more leaves more to others that share
+    for call in calls:
+        options = [option for parallel in layouts if (option := costs.option(call, mesh, parallel)) is not None]
+        values = np.array([option[1:width] for option in options]).reshape(len(options), width - 1)
+        kept |= {options[i].plan.parallel: None for i in undominated(values)}
+    return [x for x in layouts if x in kept or costs.rules.pinned_sizes(group, x)]
+
+
+class Evaluator:
+    """Scores states over `options` (those of `options_of`)."""
+
+    def __init__(self, costs: Costs, options: Sequence[Sequence[Option]]) -> None:
+        self.costs, self.calls, self.options, self.evaluations = costs, costs.calls, options, 0
+        self.schedule = GraphSchedule(costs.graph, sharing=costs.sharing)
+        number = {call.name: i for i, call in enumerate(self.calls)}
+        self.homes = [number[costs.homes[call.group]] for call in self.calls]
+        program = costs.graph.calls
+        self.nodes = [
+            (number.get(program[to].name), None if source is None else number[program[source].name])
+            for to, source, _ in self.schedule.nodes
+        ]
+        self._numbers = [{(o.plan.mesh, o.plan.parallel): i for i, o in enumerate(own)} for own in options]
+        self._alike = [[number[name] for name in names] for names in costs.alike]
+        self._hybrid = [(number[name], number[home]) for name, home in costs.hybrid]
+        self._generating = [
+            (at, call)
+            for at, (call, source) in enumerate(self.nodes)
+            if call is not None and source is None and self.calls[call].kind == "generation"
+        ]
+        self.fastest = [min((option.seconds for option in own), default=math.inf) for own in options]
+        self._at_home = sorted(set(self.homes))
+        self.capacity = np.array(costs.capacity)
+        self._vectors: dict[Mesh, Floats] = {}
+        self._moves: dict[tuple[int, int, int, int], float] = {}  # seconds by call, its option, source, its option
+        self._scores: dict[tuple[int, ...], Score] = {}
+
+    def number(self, call: int, plan: CallPlan) -> int | None:
+        """Which of a call's options this plan is."""
+        return self._numbers[call].get((plan.mesh, plan.parallel))
+
+    def state(self, plan: ExecutionPlan) -> State | None:
+        """None where the plan is not made of options."""
+        numbers = [self.number(i, plan[call.name]) for i, call in enumerate(self.calls)]
+        return [n for n in numbers if n is not None] if None not in numbers else None
+
+    def plan(self, state: Sequence[int]) -> Mapping[str, CallPlan]:
+        return {call.name: self.options[i][state[i]].plan for i, call in enumerate(self.calls)}
+
+    def score(self, state: Sequence[int], limit: float = math.inf) -> Score | None:
+        """None when a bound shows that the cost is at least `limit`, which saves the timeline."""
+        key = tuple(state)
+        if (known := self._scores.get(key)) is not None:
+            return known
+        self.evaluations += 1
+        found = self._score(state, limit)
+        if found is not None:
+            if len(self._scores) >= _REMEMBERED:
+                self._scores.clear()
+            self._scores[key] = found
+        return found
+
+    def _score(self, state: Sequence[int], limit: float) -> Score | None:
+        chosen = [options[n] for options, n in zip(self.options, state, strict=True)]
+        static = self._static(chosen)
+        excess = float((self.memory(chosen, static) / self.capacity).max()) - 1.0
+        broken = self._broken(chosen)
+        good = excess <= 0 and not broken
+        factor = self.costs.weighted(1.0, self.plan(state)) if self.costs.margin else 1.0
+        factor *= 1.0 if good else _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken)
+        seconds, masks = self.loads(state)
+        latency: dict[int, float] = {}
+        for node, call in self._generating:
+            plan = chosen[call].plan
+            cost = self.costs.generation(self.calls[call], plan, float((static * self.vector(plan.mesh)).max()))
+            seconds[node], latency[node] = cost.seconds, cost.latency
+        least = self.schedule.least(seconds, masks, latency)
+        if least * factor >= limit:
+            return None
+        shares = None
+        if self.costs.sharing:
+            shares = [1.0 if call is None or source is not None else chosen[call].busy for call, source in self.nodes]
+        _, stops = self.schedule.run(seconds, masks, shares)
+        took = max(least, self.schedule.gap(stops))
+        return Score(took * factor, took, good)
+
+    def loads(self, state: Sequence[int | None]) -> tuple[list[float], list[int]]:
+        """Seconds and devices of every node of the schedule, generation with all memory for it. A call that is not
+        decided (None) takes its least seconds and no device."""
+        seconds, masks = [], []
+        for call, source in self.nodes:
+            took, mask = 0.0, 0
+            if call is not None and source is None:
+                took = self.fastest[call]
+                if (number := state[call]) is not None:
+                    option = self.options[call][number]
+                    took, mask = option.seconds, option.plan.mesh.bits
+            elif call is not None and source is not None:
+                number, there = state[call], state[source]
+                if number is not None and there is not None:
+                    here, home = self.options[call][number].plan, self.options[source][there].plan
+                    if (key := (call, number, source, there)) not in self._moves:
+                        self._moves[key] = self.costs.moved(self.calls[call].group, home, here)
+                    took = self._moves[key]
+                    mask = here.mesh.bits | home.mesh.bits if took else 0
+            seconds.append(took)
+            masks.append(mask)
+        return seconds, masks
+
+    def _static(self, chosen: Chosen) -> Floats:
+        """[devices] Bytes that stay between calls."""
+        static = np.zeros_like(self.capacity)
+        for i in self._at_home:
+            if (option := chosen[i]) is not None:
+                static += option.static * self.vector(option.plan.mesh)
+        return static
+
+    def memory(self, chosen: Chosen, static: Floats | None = None) -> Floats:
+        """[devices] Bytes at the fullest moment of what is decided, without copies of weights whose home is open."""
+        active = np.zeros_like(self.capacity)
+        for i, option in enumerate(chosen):
+            if option is None:
+                continue
+            home = chosen[self.homes[i]]
+            elsewhere = home is not None and home is not option and option.plan != home.plan
+            more = (option.active + option.copy if elsewhere else option.active) * self.vector(option.plan.mesh)
+            np.maximum(active, more, out=active)
+        return (self._static(chosen) if static is None else static) + active
+
+    def vector(self, mesh: Mesh) -> Floats:
+        """[devices]: 1 on the mesh, 0 elsewhere."""
+        if mesh not in self._vectors:
+            on = np.zeros_like(self.capacity)
+            on[list(mesh.devices)] = 1.0
+            self._vectors[mesh] = on
+        return self._vectors[mesh]
+
+    def _broken(self, chosen: Sequence[Option]) -> int:
+        """How many constraints."""
+        rules = self.costs.rules
+        broken = sum(len({chosen[i].plan for i in calls}) - 1 for calls in self._alike)
+        broken += sum(not chosen[call].plan.within(chosen[home].plan) for call, home in self._hybrid)
+        if not rules.apart and not rules.together:
+            return broken
+        at: dict[str, list[Mesh]] = {}
+        for call, option in zip(self.calls, chosen, strict=True):
+            at.setdefault(call.group, []).append(option.plan.mesh)
+        broken += sum(any(a.overlaps(b) for a in at[x.first] for b in at[x.second]) for x in rules.apart)
+        return broken + sum(len({*at[x.first], *at[x.second]}) - 1 for x in rules.together)
+
+
+def space_size(costs: Costs, deadline: Deadline = NEVER) -> int:
     """How many execution plans there are. Errors: TimeUpError when the deadline comes before."""
-    return math.prod(len(options) for options in options_of(problem, prune=False, deadline=deadline))
+    return math.prod(len(options) for options in options_of(costs, prune=False, deadline=deadline))
 
 
-def exact(problem: Problem, *, start: ExecutionPlan | None = None, deadline: Deadline = NEVER) -> Found | None:
+def exact(costs: Costs, *, start: ExecutionPlan | None = None, deadline: Deadline = NEVER) -> Found | None:
     """The best of all execution plans; None when none can run.
 
     Calls are settled one after the other, the longest first. Settled calls bound what the rest can still reach: by the
@@ -28,11 +250,10 @@ def exact(problem: Problem, *, start: ExecutionPlan | None = None, deadline: Dea
     The result is `complete` unless the `deadline` came. Errors: TimeUpError when it comes before the search has begun.
     """
     began = deadline.clock()
-    options = options_of(problem, prune=False, also=[start] if start else [], deadline=deadline)
+    options = options_of(costs, prune=False, also=[start] if start else [], deadline=deadline)
     if not all(options):
         return None
-    evaluator = Evaluator(problem, options)
-    search = _Tree(evaluator, deadline)
+    search = _Tree(evaluator := Evaluator(costs, options), deadline)
     if start is not None and (state := evaluator.state(start)) is not None:
         search.look_at(state)
     search.settle(0)
@@ -42,60 +263,50 @@ def exact(problem: Problem, *, start: ExecutionPlan | None = None, deadline: Dea
     return Found(evaluator.plan(search.best), search.cost, evaluator.evaluations, elapsed, complete=not search.late)
 
 
-@dataclass
 class _Tree:
-    evaluator: Evaluator
-    deadline: Deadline
-    best: State | None = None
-    cost: float = math.inf
-    late: bool = False
-    _chosen: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        options = self.evaluator.options
-        self.order = sorted(range(len(options)), key=lambda i: -self.evaluator.fastest[i])
+    def __init__(self, evaluator: Evaluator, deadline: Deadline) -> None:
+        self.evaluator, self.deadline, self.late = evaluator, deadline, False
+        self.best: State | None = None
+        self.cost = math.inf
+        self.chosen = list[int | None]([None] * len(evaluator.calls))
+        options, cluster = evaluator.options, evaluator.costs.cluster
+        self.order = sorted(range(len(options)), key=lambda i: -evaluator.fastest[i])
         self.numbers = [sorted(range(len(own)), key=lambda n: own[n].seconds) for own in options]
-        if self._buddies():
+        self.least_work = [min(o.seconds * o.plan.mesh.size for o in own) for own in options]
+        self.devices = cluster.size
+        if len(cluster.nodes) == 1 and not cluster.size & (cluster.size - 1) and not evaluator.costs.constraints:
+            # slices of a size are alike: the first call may as well take the first of them
             first = self.order[0]
             self.numbers[first] = [n for n in self.numbers[first] if not options[first][n].plan.mesh.devices[0]]
-        self.least_work = [min(o.seconds * o.plan.mesh.size for o in own) for own in options]
-        self.devices = self.evaluator.problem.cluster.size
 
-    def _buddies(self) -> bool:
-        """On one node of 2^n devices slices of a size are alike: the first call may as well take the first of them."""
-        problem = self.evaluator.problem
-        size = problem.cluster.size
-        return len(problem.cluster.nodes) == 1 and not size & (size - 1) and not problem.constraints
-
-    def look_at(self, state: State) -> None:
+    def look_at(self, state: Sequence[int]) -> None:
         score = self.evaluator.score(state, self.cost)
         if score is not None and score.good and score.cost < self.cost:
-            self.best, self.cost = state.copy(), score.cost
+            self.best, self.cost = [*state], score.cost
 
     def settle(self, depth: int) -> None:
         """All combinations of what is not settled yet."""
         if depth == len(self.order):
-            self.look_at([self._chosen[i] for i in range(len(self.order))])
+            self.look_at([number for number in self.chosen if number is not None])
             return
         call = self.order[depth]
         for number in self.numbers[call]:
             self.late = self.late or self.deadline.over
             if self.late:
                 break
-            self._chosen[call] = number
+            self.chosen[call] = number
             if self._may_be_better():
                 self.settle(depth + 1)
-        self._chosen.pop(call, None)
+        self.chosen[call] = None
 
     def _may_be_better(self) -> bool:
         evaluator = self.evaluator
-        state = [self._chosen.get(i) for i in range(len(evaluator.calls))]
-        seconds, masks = evaluator.loads(state)
+        seconds, masks = evaluator.loads(self.chosen)
         work = sum(took * mask.bit_count() for took, mask in zip(seconds, masks, strict=True))
-        work += sum(self.least_work[i] for i, number in enumerate(state) if number is None)
+        work += sum(self.least_work[i] for i, number in enumerate(self.chosen) if number is None)
         if work / self.devices >= self.cost or evaluator.schedule.least(seconds, masks) >= self.cost:
             return False
-        chosen = [None if n is None else own[n] for own, n in zip(evaluator.options, state, strict=True)]
+        chosen = [None if n is None else own[n] for own, n in zip(evaluator.options, self.chosen, strict=True)]
         return bool((evaluator.memory(chosen) <= evaluator.capacity).all())
 
 
@@ -108,7 +319,7 @@ HOT, COLD = 0.15, 0.003
 
 
 def mcmc(
-    problem: Problem,
+    costs: Costs,
     *,
     starts: Sequence[ExecutionPlan] = (),
     seed: int = 0,
@@ -124,29 +335,23 @@ def mcmc(
     does not run out. Errors: TimeUpError when the deadline comes before the search has begun.
     """
     began = deadline.clock()
-    options = options_of(problem, also=starts, deadline=deadline)
+    options = options_of(costs, also=starts, deadline=deadline)
     if not all(options):
         return None
-    evaluator = Evaluator(problem, options)
-    given = [state for plan in starts if (state := evaluator.state(plan)) is not None]
     if math.prod(map(len, options)) <= ROUND:
         patience = min(patience, PATIENCE)
-    return _Chain(evaluator, random.Random(seed), deadline, evaluations, began).search(given, patience)
+    return _Chain(Evaluator(costs, options), random.Random(seed), deadline, evaluations, began).search(starts, patience)
 
 
-@dataclass
 class _Chain:
-    evaluator: Evaluator
-    random: random.Random
-    deadline: Deadline
-    limit: float
-    began: float
-    best: State = field(default_factory=list)
-    best_cost: float = math.inf
-    history: list[tuple[float, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.options = self.evaluator.options
+    def __init__(
+        self, evaluator: Evaluator, chance: random.Random, deadline: Deadline, limit: float, began: float
+    ) -> None:
+        self.evaluator, self.options, self.random = evaluator, evaluator.options, chance
+        self.deadline, self.limit, self.began = deadline, limit, began
+        self.best: State = []
+        self.best_cost = math.inf
+        self.history: list[tuple[float, float]] = []
         self.on_mesh: list[dict[Mesh, list[int]]] = []  # by call and mesh: numbers of its options, fastest first
         for options in self.options:
             found: dict[Mesh, list[int]] = {}
@@ -157,7 +362,7 @@ class _Chain:
         groups: dict[str, list[int]] = {}
         for i, call in enumerate(self.evaluator.calls):
             groups.setdefault(call.group, []).append(i)
-        for pair in self.evaluator.problem.rules.together:  # they can only move together
+        for pair in self.evaluator.costs.rules.together:  # they can only move together
             joined = [*groups[pair.first], *(i for i in groups[pair.second] if i not in groups[pair.first])]
             for group in [g for g, calls in groups.items() if calls in (groups[pair.first], groups[pair.second])]:
                 groups[group] = joined
@@ -166,8 +371,8 @@ class _Chain:
     def over(self) -> bool:
         return self.deadline.over or self.evaluator.evaluations >= self.limit
 
-    def search(self, given: Sequence[State], patience: float) -> Found | None:
-        idle = 0
+    def search(self, starts: Sequence[ExecutionPlan], patience: float) -> Found | None:
+        given, idle = [state for plan in starts if (state := self.evaluator.state(plan)) is not None], 0
         for start in self._starts(given):
             before = self.best_cost
             state = self._round(start, HOT if start is not self.best else HOT / 4)

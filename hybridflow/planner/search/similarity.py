@@ -7,7 +7,6 @@ weight plan, so it is done only for pairs that could still be the best. The resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -15,21 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.errors import PlacementError
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.constraints import Pin
-from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.search.deadline import NEVER, Deadline
-from hybridflow.planner.search.problem import Problem
-from hybridflow.planner.search.stages import (
-    STAGES,
-    Choice,
-    Floats,
-    Front,
-    GroupLayout,
-    Layouts,
-    group_layout,
-    group_layouts,
-)
+from hybridflow.planner.search.stages import ACTIVE, STAGES, STATIC, Choice, Floats, Front, Layouts, group_layout
 
 ALONE = Front(np.zeros((1, STAGES + 2)), [Choice()])
 """No peers: no choices, time or memory."""
@@ -37,10 +26,7 @@ ALONE = Front(np.zeros((1, STAGES + 2)), [Choice()])
 
 @dataclass(frozen=True)
 class LayoutPair:
-    """Layouts of a group, and the seconds of an iteration in which it and its `peers` take turns, with transitions.
-
-    Of the `grid` of pairs that fit, `priced` transitions were priced.
-    """
+    """Layouts of a group, and the seconds of an iteration in which it and its `peers` take turns, with transitions."""
 
     train: Parallel
     generate: Parallel
@@ -48,7 +34,9 @@ class LayoutPair:
     similarity: float
     peers: tuple[Layouts, ...]
     priced: int
+    """Transitions that were priced."""
     grid: int
+    """Pairs that fit."""
 
 
 def similarity(train: Parallel, generate: Parallel) -> float:
@@ -64,7 +52,7 @@ def similarity(train: Parallel, generate: Parallel) -> float:
     return sum((layers * tensors).tolist()) / grid.size
 
 
-def similarity_map(problem: Problem, deadline: Deadline = NEVER) -> ExecutionPlan | None:
+def similarity_map(costs: Costs, deadline: Deadline = NEVER) -> ExecutionPlan | None:
     """All groups on all devices: the generating group in its best pair of layouts, others in the fastest layouts beside
     it. None when constraints or memory forbid it.
 
@@ -73,110 +61,87 @@ def similarity_map(problem: Problem, deadline: Deadline = NEVER) -> ExecutionPla
 
     Errors: PlacementError unless exactly one group generates, and trains as well.
     """
-    found = [_map(problem, deadline)]
-    mesh = Mesh.of(0, problem.cluster.size)
-    for names in problem.updates:
-        groups = [problem.graph.call(name).group for name in names]
-        first, second = (problem.strategies(group, mesh) for group in groups)
+    found = [_map(costs, deadline)]
+    mesh = Mesh.of(0, costs.cluster.size)
+    for names in costs.updates:
+        groups = [costs.graph.call(name).group for name in names]
+        first, second = (costs.strategies(group, mesh) for group in groups)
         for sizes in [sizes for sizes in first if sizes.p > 1 and sizes in second]:
             if found[0] is not None and deadline.over:
                 break
             pins = [Pin(group, parallel=sizes) for group in groups]
             with suppress(PlacementError):  # constraints forbid it
-                found.append(_map(replace(problem, constraints=(*problem.constraints, *pins)), deadline))
+                found.append(_map(costs.keeping(*costs.constraints, *pins), deadline))
     fitting = [each for each in found if each is not None]
-    return min(fitting, key=lambda each: problem.timeline(each).per_iteration, default=None)
+    return min(fitting, key=lambda each: costs.timeline(each).per_iteration, default=None)
 
 
-def _map(problem: Problem, deadline: Deadline) -> ExecutionPlan | None:
-    graph, mesh = problem.graph, Mesh.of(0, problem.cluster.size)
+def _map(costs: Costs, deadline: Deadline) -> ExecutionPlan | None:
+    graph, mesh = costs.graph, Mesh.of(0, costs.cluster.size)
     both = [group for group in graph.groups if group in graph.generating and group in graph.trained]
     if len(both) != 1 or len(graph.generating) != 1:
         raise PlacementError(
             f"search='similarity' is for one group that trains and generates; {', '.join(sorted(graph.generating))} "
             f"generate{'s' * (len(graph.generating) == 1)}. Use search='auto'."
         )
-    rules, (actor,) = problem.rules, both
+    rules, (actor,) = costs.rules, both
     if not rules.allows_sets([graph.groups]) or not all(rules.allows_mesh(group, mesh) for group in graph.groups):
         return None
     peers, others = ALONE, [group for group in graph.groups if group != actor]
     for group in others:
-        own = Front.of(group_layouts(problem, group, mesh), mesh.size, min(problem.capacity))
-        peers = peers.with_peers(own, min(problem.capacity))
-    found = best_pair(problem, actor, mesh, peers=peers, deadline=deadline)
+        peers = peers.with_peers(Front.of(costs, group, mesh, min(costs.capacity)), min(costs.capacity))
+    found = best_pair(costs, actor, mesh, peers=peers, deadline=deadline)
     if found is None:
         return None
     layouts = {actor: Layouts(found.train, found.generate), **dict(zip(others, found.peers, strict=True))}
-    return {call.name: CallPlan(mesh, layouts[call.group].of(call)) for call in problem.calls}
+    return {call.name: CallPlan(mesh, layouts[call.group].of(call)) for call in costs.calls}
 
 
 def best_pair(
-    problem: Problem,
-    group: str,
-    mesh: Mesh,
-    *,
-    peers: Front = ALONE,
-    full: bool = False,
-    deadline: Deadline = NEVER,
+    costs: Costs, group: str, mesh: Mesh, *, peers: Front = ALONE, full: bool = False, deadline: Deadline = NEVER
 ) -> LayoutPair | None:
     """The pair of layouts with which all calls of `group` and of its `peers` on `mesh` take least time; None where no
     pair fits into memory. `full` prices the switch of every pair; after the `deadline` none is priced any more."""
-    calls = problem.graph.of_group(group)
-    generation = [call for call in calls if call.kind == "generation"]
-    bandwidth = min(problem.cluster.nodes[node].bandwidth for node in problem.counts(mesh))
+    generation = [call for call in costs.graph.of_group(group) if call.kind == "generation"]
+    bandwidth = min(costs.cluster.nodes[node].bandwidth for node in costs.cluster.counts(mesh.devices))
+    capacity, of_peers = min(costs.capacity[device] for device in mesh.devices), peers.values[:, :STAGES].sum(axis=1)
     pairs = []
-    for train in problem.strategies(group, mesh):
-        for generate in problem.strategies(group, mesh, generates=True):
-            pair = Layouts(train, generate)
-            own = group_layout(problem, group, calls, mesh, pair)
-            if own is None or len(rows := _fitting(problem, mesh, group, pair, own, peers)) == 0:
+    for train in costs.strategies(group, mesh):
+        for generate in costs.strategies(group, mesh, generates=True):
+            home, here = CallPlan(mesh, train), CallPlan(mesh, generate)
+            apart = group in costs.rules.one_layout and not here.within(home)
+            found = None if apart else group_layout(costs, group, mesh, Layouts(train, generate))
+            if found is None:
                 continue
-            options = [option for call in generation if (option := problem.option(call, mesh, generate)) is not None]
+            own = found[0]
+            used = own[STATIC] + peers.values[:, STATIC] + np.maximum(own[ACTIVE], peers.values[:, ACTIVE])
+            if not len(rows := np.flatnonzero(used <= capacity)):
+                continue
+            options = [option for call in generation if (option := costs.option(call, mesh, generate)) is not None]
             alike = 1.0 if train == generate else similarity(train, generate)
-            least = own.seconds + sum(option.seconds for option in options)
-            least += peers.values[rows, :STAGES].sum(axis=1).min()
-            pairs.append((least + (1 - alike) * options[0].copy / bandwidth, alike, least, pair, own, rows))
+            least = sum(own[:STAGES]) + sum(option.seconds for option in options) + of_peers[rows].min()
+            pairs.append((least + (1 - alike) * options[0].copy / bandwidth, alike, least, home, here, own, rows))
     best: LayoutPair | None = None
     priced = 0
-    for _, alike, least, pair, own, rows in sorted(pairs, key=lambda one: one[:2]):
+    for _, alike, least, home, here, own, rows in sorted(pairs, key=lambda one: one[:2]):
         if best is not None and deadline.over:
             break
         if best is not None and least >= best.seconds and not full:
             continue
-        here = CallPlan(mesh, pair.of(generation[0]))
-        seconds, row = _fastest(problem, generation, here, own, peers, rows)
+        # peers with less static memory leave generation more KV cache
+        seconds, row = min(
+            (sum(own[:STAGES]) + sum(costs.generation(call, here, static).seconds for call in generation) + more, row)
+            for row, static, more in zip(
+                rows.tolist(), (own[STATIC] + peers.values[rows, STATIC]).tolist(), of_peers[rows].tolist(), strict=True
+            )
+        )
         if best is not None and seconds >= best.seconds and not full:
             continue
         priced += 1
-        seconds += len(generation) * problem.reallocation(group, CallPlan(mesh, pair.parallel), here)
+        seconds += len(generation) * costs.moved(group, home, here)
         if best is None or seconds < best.seconds:
-            best = LayoutPair(pair.parallel, here.parallel, seconds, alike, peers.choices[row].layouts, 0, 0)
+            best = LayoutPair(home.parallel, here.parallel, seconds, alike, peers.choices[row].layouts, 0, 0)
     return best and replace(best, priced=priced, grid=len(pairs))
-
-
-def _fitting(
-    problem: Problem, mesh: Mesh, group: str, pair: Layouts, own: GroupLayout, peers: Front
-) -> NDArray[np.intp]:
-    """The choices of the peers that fit beside a pair."""
-    one = group in problem.rules.one_layout
-    if one and pair.generate and not CallPlan(mesh, pair.generate).within(CallPlan(mesh, pair.parallel)):
-        return np.zeros(0, dtype=np.intp)
-    active = np.maximum(own.active, peers.values[:, STAGES + 1])
-    used = own.static + peers.values[:, STAGES] + active
-    return np.flatnonzero(used <= min(problem.capacity[device] for device in mesh.devices))
-
-
-def _fastest(
-    problem: Problem, generation: Sequence[Call], here: CallPlan, own: GroupLayout, peers: Front, rows: NDArray[np.intp]
-) -> tuple[float, int]:
-    """Least seconds of a pair without transitions, and the peers' choice for it: peers with less static memory leave
-    generation more KV cache."""
-    found = []
-    for row in rows.tolist():
-        static = own.static + float(peers.values[row, STAGES])
-        took = sum(problem.generation(call, here, static).seconds for call in generation)
-        found.append((own.seconds + took + float(peers.values[row, :STAGES].sum()), row))
-    return min(found)
 
 
 def _common(index: NDArray[np.int64], parts: int, other_index: NDArray[np.int64], other_parts: int) -> Floats:

@@ -6,7 +6,7 @@ one after another, and sets run at the same time; stages follow each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import le
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
-from hybridflow.planner.search.problem import Problem
 
 Floats = NDArray[np.float64]
-STAGES = 3
-_STATIC, _ACTIVE, _WIDTH = 3, 4, 5
+STAGES, STATIC, ACTIVE, _WIDTH = 3, 3, 4, 5
+"""Columns of a choice's values: seconds of the three stages, static and active bytes."""
 _AT_ONCE = 16  # rows that others are compared with at a time
 
 
@@ -42,29 +42,12 @@ class Generates(NamedTuple):
     parallel: Parallel
 
 
-class GroupLayout(NamedTuple):
-    """One choice for a group on a mesh. `values` are those of `Front`, without the seconds of `generates`."""
+class Choice(NamedTuple):
+    """Layouts of the groups of a set, what it generates and how, and the number of devices that it takes."""
 
-    layouts: Layouts
-    values: tuple[float, ...]
+    layouts: tuple[Layouts, ...] = ()
     generates: tuple[Generates, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.values[:STAGES])
-
-    @property
-    def static(self) -> float:
-        return self.values[_STATIC]
-
-    @property
-    def active(self) -> float:
-        return self.values[_ACTIVE]
-
-
-def stage_of(call: Call) -> int:
-    """Index of the stage that a call belongs to: 0 generation, 1 preparation, 2 learning."""
-    return {"generation": 0, "training": 2}.get(call.kind, 1)
+    size: int = 0
 
 
 def stage_cost(sets: Iterable[Sequence[float]]) -> float:
@@ -84,83 +67,64 @@ def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
         yield ((first,), *sets)
 
 
-def group_layouts(problem: Problem, group: str, mesh: Mesh) -> Iterator[GroupLayout]:
-    """Every way to run a group on a mesh (algorithm 2) that its constraints and the simulator allow.
-
-    One layout serves training and inference. Generation has one within it; getting the weights there belongs to the
-    generation stage. What is beaten even if that took no time is left out: weight plans take a while.
-    """
-    calls = problem.graph.of_group(group)
-    hybrid = len({call.kind == "generation" for call in calls}) == 2
-    found = []
-    for parallel in problem.strategies(group, mesh, all(call.kind == "generation" for call in calls)):
-        for generate in problem.generation_sizes(group, mesh, parallel) if hybrid else [None]:
-            found.append(group_layout(problem, group, calls, mesh, Layouts(parallel, generate)))
-    kept: dict[tuple[Generates, ...], list[GroupLayout]] = {}
-    for one in sorted(filter(None, found), key=lambda s: s.seconds):
-        alike = kept.setdefault(one.generates, [])
-        if not any(all(map(le, other.values, one.values)) for other in alike):
-            alike.append(_with_transition(problem, group, mesh, one))
-    yield from (one for alike in kept.values() for one in alike)
-
-
 def group_layout(
-    problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, layouts: Layouts
-) -> GroupLayout | None:
-    """Without the transition to the generation layout."""
+    costs: Costs, group: str, mesh: Mesh, layouts: Layouts
+) -> tuple[tuple[float, ...], tuple[Generates, ...]] | None:
+    """Values of a group in these layouts, without transitions and the seconds of what it generates, and that; None
+    where it cannot run so."""
     seconds, static, active, generates = [0.0] * STAGES, 0.0, 0.0, []
-    for call in calls:
-        parallel = layouts.of(call)
-        if not problem.rules.allows(group, mesh, parallel, call.kind == "generation"):
+    for call in costs.graph.of_group(group):
+        parallel, generation = layouts.of(call), call.kind == "generation"
+        allowed = costs.rules.allows(group, mesh, parallel, generation)
+        if not allowed or (option := costs.option(call, mesh, parallel)) is None:
             return None
-        option = problem.option(call, mesh, parallel)
-        if option is None:
-            return None
-        if call.kind == "generation":
+        if generation:
             generates.append(Generates(call.name, parallel))
         else:
-            seconds[stage_of(call)] += option.seconds
+            seconds[2 if call.kind == "training" else 1] += option.seconds  # learning or preparation
         if parallel == layouts.parallel:
             static, active = option.static, max(active, option.active)
         else:
             active = max(active, option.active + option.copy)
-    return GroupLayout(layouts, (*seconds, static, active), tuple(generates))
-
-
-def _with_transition(problem: Problem, group: str, mesh: Mesh, layout: GroupLayout) -> GroupLayout:
-    """Weights get into the layout of each generation call before it."""
-    home, (generation, *others) = CallPlan(mesh, layout.layouts.parallel), layout.values
-    for call in layout.generates:
-        if call.parallel != home.parallel:
-            generation += problem.reallocation(group, home, CallPlan(mesh, call.parallel))
-    return layout._replace(values=(generation, *others))
-
-
-class Choice(NamedTuple):
-    """Layouts of the groups of a set, what it generates and how, and the number of devices that it takes."""
-
-    layouts: tuple[Layouts, ...] = ()
-    generates: tuple[Generates, ...] = ()
-    size: int = 0
+    return (*seconds, static, active), tuple(generates)
 
 
 @dataclass(frozen=True)
 class Front:
-    """Choices for the groups of a set that no other choice beats.
-
-    `values` [choices, 5]: seconds of the three stages, static and active bytes.
-    """
+    """Choices for the groups of a set that no other choice beats, and their values [choices, 5]."""
 
     values: Floats
     choices: list[Choice]
 
     @classmethod
-    def of(cls, layouts: Iterable[GroupLayout], size: int, capacity: float) -> Front:
-        """Choices of one group on `size` devices of `capacity` bytes."""
-        given = [s for s in layouts if s.static + s.active <= capacity]
-        values = np.array([s.values for s in given]).reshape(-1, _WIDTH)
-        made = cls(values, [Choice((s.layouts,), s.generates, size) for s in given])
-        return made._kept(_undominated_alike(values, made._kinds()))
+    def of(cls, costs: Costs, group: str, mesh: Mesh, capacity: float) -> Front:
+        """Ways to run a group on a mesh (algorithm 2) that its constraints and `capacity` bytes of a device allow.
+
+        One layout serves training and inference. Generation has one within it; getting the weights there belongs to the
+        generation stage. What is beaten even if that took no time is left out: weight plans take a while.
+        """
+        kinds = {call.kind == "generation" for call in costs.graph.of_group(group)}
+        found = []
+        for parallel in costs.strategies(group, mesh, generates=kinds == {True}):
+            for generate in costs.generation_sizes(group, mesh, parallel) if len(kinds) == 2 else [None]:
+                layouts = Layouts(parallel, generate)
+                if (own := group_layout(costs, group, mesh, layouts)) is not None:
+                    found.append((*own, layouts))
+        kept: dict[tuple[Generates, ...], list[tuple[tuple[float, ...], Layouts]]] = {}
+        for values, generates, layouts in sorted(found, key=lambda one: sum(one[0][:STAGES])):
+            alike = kept.setdefault(generates, [])
+            if not any(all(map(le, other, values)) for other, _ in alike):
+                home = CallPlan(mesh, layouts.parallel)
+                moves = (costs.moved(group, home, CallPlan(mesh, call.parallel)) for call in generates)
+                alike.append(((values[0] + sum(moves), *values[1:]), layouts))
+        given = [
+            (values, Choice((layouts,), generates, mesh.size))
+            for generates, alike in kept.items()
+            for values, layouts in alike
+            if values[STATIC] + values[ACTIVE] <= capacity
+        ]
+        made = cls(np.array([values for values, _ in given]).reshape(-1, _WIDTH), [choice for _, choice in given])
+        return made._kept(_undominated_alike(made.values, made._kinds()))
 
     @cached_property
     def least(self) -> Floats:
@@ -171,22 +135,23 @@ class Front:
         """Both sets on the same devices: stages and static bytes add up, the largest active bytes count."""
         first, second = self.values[:, None], other.values[None]
         both = (first + second).reshape(-1, _WIDTH)
-        both[:, _ACTIVE] = np.maximum(first[..., _ACTIVE], second[..., _ACTIVE]).reshape(-1)
+        both[:, ACTIVE] = np.maximum(first[..., ACTIVE], second[..., ACTIVE]).reshape(-1)
         kinds = (self._kinds()[:, None] * len(other.values) + other._kinds()[None]).reshape(-1)
-        fitting = np.flatnonzero(both[:, _STATIC] + both[:, _ACTIVE] <= capacity)
+        fitting = np.flatnonzero(both[:, STATIC] + both[:, ACTIVE] <= capacity)
         kept = fitting[_undominated_alike(both[fitting], kinds[fitting])]
         pairs = [(self.choices[i // len(other.choices)], other.choices[i % len(other.choices)]) for i in kept.tolist()]
         return Front(both[kept], [Choice(a.layouts + b.layouts, a.generates + b.generates, a.size) for a, b in pairs])
 
-    def generating(self, seconds: Callable[[Generates, int], float], step: float) -> Front:
-        """Adds the seconds of generation: `seconds(call, n)` where static bytes take n times `step`."""
-        steps = np.ceil(self.values[:, _STATIC] / step - 1e-9).astype(np.int64)
+    def generating(self, costs: Costs, mesh: Mesh) -> Front:
+        """With the seconds of generation, which depend on the static bytes."""
+        steps = np.ceil(self.values[:, STATIC] / costs.step - 1e-9).astype(np.int64)
         alike = self._kinds() * (int(steps.max(initial=0)) + 1) + steps
         made = self._kept(rows := _undominated_alike(self.values[:, :STAGES], alike))
         known: dict[int, float] = {}
         for row, (kind, taken) in enumerate(zip(alike[rows].tolist(), steps[rows].tolist(), strict=True)):
             if kind not in known:
-                known[kind] = sum(seconds(call, taken) for call in made.choices[row].generates)
+                calls = [(costs.graph.call(name), CallPlan(mesh, how)) for name, how in made.choices[row].generates]
+                known[kind] = sum(costs.generation(call, plan, taken * costs.step).seconds for call, plan in calls)
             made.values[row, 0] += known[kind]
         return made._kept(undominated(made.values[:, :STAGES]))
 

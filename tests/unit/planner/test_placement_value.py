@@ -16,18 +16,16 @@ import yaml
 from hybridflow.config import FSDP, Megatron
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Bar, CallLayout, CallPlacement, GroupPlacement, Placement, ranges
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Pin, Rules, Together
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map
-from hybridflow.planner.search.call_search import mcmc
+from hybridflow.planner.search.call_search import Evaluator, mcmc
 from hybridflow.planner.search.deadline import Deadline
-from hybridflow.planner.search.evaluation import Evaluator
 from hybridflow.planner.search.planning import Search, plan
-from hybridflow.planner.search.problem import Problem
 from tests.example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, grpo_of, ppo_of
 
 WORK = Workload(rows=512, prompt=512, response=512)
@@ -113,7 +111,7 @@ def test_functions_claim_no_device():
 def test_a_further_layout_must_win_by_the_error_of_predictions():
     graph = ppo_of(LLAMA_7B, LLAMA_7B)
     for margin in (0.03, 5.0):
-        problem = Problem(Simulator(ClusterSpec.of("a100:1x8"), graph, WORK), margin=margin)
+        problem = Costs(ClusterSpec.of("a100:1x8"), graph, WORK, margin=margin)
         one = auto_map(problem)
         assert one is not None
         found = mcmc(problem, starts=[one.plan], evaluations=300)
@@ -136,7 +134,7 @@ def work_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
 
         return counting
 
-    work = {Simulator: ("cost", "reallocation"), Problem: ("timeline",), Evaluator: ("score", "loads")}
+    work = {Costs: ("cost", "reallocation", "timeline"), Evaluator: ("score", "loads")}
     for owner, name in [(owner, name) for owner, names in work.items() for name in names]:
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     return lambda: done[0]
@@ -237,7 +235,7 @@ def test_unlike_nodes_are_placed():
 
 def test_a_problem_knows_its_own_memory():
     graph, spec = grpo_of(LLAMA_7B), cluster(1, 4, 1e11)
-    problem = Problem(Simulator(spec, graph, WORK, replace(DEFAULT, usable_memory=0.5)))
+    problem = Costs(spec, graph, WORK, replace(DEFAULT, usable_memory=0.5))
     assert problem.capacity == (5e10,) * 4
     assert ClusterSpec.of(spec) is spec
 

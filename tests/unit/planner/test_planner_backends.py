@@ -17,8 +17,8 @@ from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.backends import Backend, adapters
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import saved_activations
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
@@ -33,8 +33,8 @@ GENERATE, INFER, TRAIN = "actor.generate_sequences", "actor.compute_log_prob", "
 SIXTEEN = Mesh.of(0, 16)
 
 
-def simulator(strategy: Any, work: Workload = WORK, cluster: ClusterSpec = A100S) -> Simulator:
-    return Simulator(cluster, replace(GRAPH, strategies={"actor": strategy}), work)
+def simulator(strategy: Any, work: Workload = WORK, cluster: ClusterSpec = A100S) -> Costs:
+    return Costs(cluster, replace(GRAPH, strategies={"actor": strategy}), work)
 
 
 def at(strategy: Any, t: int = 1, mesh: Mesh = SIXTEEN) -> CallPlan:
@@ -65,7 +65,7 @@ def test_bytes_per_parameter_are_those_that_the_engines_hold(strategy, bf16, flo
 
 def test_a_frozen_model_is_cut_as_its_strategy_says():
     graph = replace(GRAPH, strategies={"reference": FSDP()})
-    found = Simulator(A100S, graph, WORK).static("reference", at(FSDP()))
+    found = Costs(A100S, graph, WORK).static("reference", at(FSDP()))
     assert found == pytest.approx(2 * MODEL.num_parameters / 16)
 
 
@@ -193,7 +193,7 @@ def test_a_layer_of_transformers_keeps_what_is_counted(dtype):
     """Bytes that autograd saves of one more layer."""
     spec = ModelSpec(family="llama", hidden=128, intermediate=320, layers=1, heads=4, kv_heads=2, head_dim=32, vocab=64)
     graph = replace(ppo(spec, replace(spec, head="value")), strategies={"actor": ZeRO(stage=1)})
-    priced = Simulator(ClusterSpec.of("a100:1x1"), graph, replace(WORK, dtype=dtype))
+    priced = Costs(ClusterSpec.of("a100:1x1"), graph, replace(WORK, dtype=dtype))
     setting = priced.context("actor", CallPlan(Mesh.of(0, 1), Parallel()), "training")
     assert setting is not None
     two, three = (_saved(replace(spec, layers=layers), getattr(torch, dtype)) for layers in (2, 3))

@@ -19,11 +19,11 @@ from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost import calibration
 from hybridflow.planner.cost.calibration import Observation, calibrate
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
 from hybridflow.planner.cost.pipeline_cost import Sizes, layer_pass
 from hybridflow.planner.cost.reallocation_cost import LayoutChange, volume
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, DeviceSpec, NodeSpec, device
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Lengths, Workload
@@ -41,8 +41,8 @@ GENERATE, INFER, TRAIN = "actor.generate_sequences", "actor.compute_log_prob", "
 KINDS = (GENERATE, INFER, TRAIN)
 
 
-def simulator(work: Workload = WORK, cluster: ClusterSpec = A100S, **how) -> Simulator:
-    return Simulator(cluster, GRAPH, work, **how)
+def simulator(work: Workload = WORK, cluster: ClusterSpec = A100S, **how) -> Costs:
+    return Costs(cluster, GRAPH, work, **how)
 
 
 def at(p: int, t: int, d: int, start: int = 0) -> CallPlan:
@@ -238,7 +238,7 @@ def test_micro_batches_fill_the_pipeline():
 
 def test_updates_that_share_their_stages_save_their_bubbles():
     """Of two alike models with as many micro-batches, all but one of the serial bubbles, one for each step."""
-    alike = Simulator(A100S, ppo(MODEL, MODEL, MODEL, MODEL), replace(WORK, rows=64))
+    alike = Costs(A100S, ppo(MODEL, MODEL, MODEL, MODEL), replace(WORK, rows=64))
     here, updates = at(4, 2, 1), (TRAIN, "critic.update_critic")
     serial = [alike.cost(name, here) for name in updates]
     together = alike.cost_together(*updates, here)
@@ -259,10 +259,10 @@ def test_minibatches_and_epochs_are_those_of_the_call_or_of_the_workload():
     once = ppo(MODEL, VALUE, MODEL, VALUE)
     own = ppo(MODEL, VALUE, MODEL, VALUE, minibatches=4, epochs=2)
     here = at(1, 4, 4)
-    by_work = Simulator(A100S, once, replace(WORK, minibatches=4, epochs=2)).cost(TRAIN, here)
-    by_call = Simulator(A100S, own, replace(WORK, minibatches=1)).cost(TRAIN, here)
+    by_work = Costs(A100S, once, replace(WORK, minibatches=4, epochs=2)).cost(TRAIN, here)
+    by_call = Costs(A100S, own, replace(WORK, minibatches=1)).cost(TRAIN, here)
     assert by_work.seconds == by_call.seconds
-    fewer = Simulator(A100S, once, replace(WORK, minibatches=1, epochs=2)).cost(TRAIN, here)
+    fewer = Costs(A100S, once, replace(WORK, minibatches=1, epochs=2)).cost(TRAIN, here)
     assert fewer.parts["data_parallel"] == pytest.approx(by_work.parts["data_parallel"] / 4)
 
 
@@ -279,7 +279,7 @@ def test_what_the_simulator_refuses():
 
 def test_rewards_by_function_cost_next_to_nothing():
     graph = grpo(MODEL, MODEL)
-    found = Simulator(A100S, graph, WORK)
+    found = Costs(A100S, graph, WORK)
     assert found.cost("reward.compute_reward", at(1, 1, 1)).seconds < 1
     assert found.static("reward", at(1, 1, 1)) == found.active("reward.compute_reward", at(1, 1, 1)) == 0
     assert found.reallocation("reward", at(1, 1, 1), at(1, 1, 2)) == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import PlacementError
 from hybridflow.planner import explain
-from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, generation_sizes, strategies
@@ -23,7 +23,6 @@ from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import exact, mcmc
 from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.planning import plan
-from hybridflow.planner.search.problem import Problem
 from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
 
 GRAPH = grpo_of(SMALL, LARGE)
@@ -52,7 +51,7 @@ def everywhere(spec: ClusterSpec, taken: frozenset[int]) -> Iterator[Mesh]:
                 yield Mesh(tuple(run))
 
 
-def by_force(problem: Problem) -> float:
+def by_force(problem: Costs) -> float:
     """The least stage-wise cost of all ways to colocate, of all meshes of the sets, and of all layouts there."""
     rules, best = problem.constraints, math.inf
     pins = {c.group: c.devices for c in rules if isinstance(c, Pin) and c.devices}
@@ -79,9 +78,9 @@ def by_force(problem: Problem) -> float:
     return best
 
 
-def choices(problem: Problem, members: Sequence[str], mesh: Mesh) -> np.ndarray:
+def choices(problem: Costs, members: Sequence[str], mesh: Mesh) -> np.ndarray:
     """[choices, 3] Stage seconds of each combination of layouts that fits."""
-    costs, found, each = problem.costs, [], []
+    costs, found, each = problem, [], []
     node = math.gcd(*problem.cluster.counts(mesh.devices).values())
     for group in members:
         rules = [c for c in problem.constraints if not isinstance(c, Apart | Together) and c.group == group]
@@ -107,7 +106,7 @@ def choices(problem: Problem, members: Sequence[str], mesh: Mesh) -> np.ndarray:
 
 
 @st.composite
-def problems(draw) -> Problem:
+def problems(draw) -> Costs:
     memory = draw(st.sampled_from([3e8, 1e9, 3e9, 1e12]))
     unlike = [cluster(1, draw(st.integers(1, 3)), memory * draw(st.sampled_from([1, 2]))).nodes[0] for _ in range(3)]
     spec = draw(st.sampled_from([ClusterSpec(tuple(unlike), 1e10), cluster(2, 3, memory), cluster(3, 2, memory)]))
@@ -122,14 +121,14 @@ def problems(draw) -> Problem:
     )
     costs = PlainCosts(GRAPH, spec, 1e6)
     try:
-        return Problem(costs, tuple(draw(st.lists(rules, max_size=2))))
+        return costs.keeping(*draw(st.lists(rules, max_size=2)))
     except PlacementError:  # they contradict each other
-        return Problem(costs)
+        return costs
 
 
 @settings(max_examples=20, deadline=None)
 @given(problems())
-def test_auto_mapping_equals_brute_force_on_any_nodes_under_any_constraints(problem: Problem):
+def test_auto_mapping_equals_brute_force_on_any_nodes_under_any_constraints(problem: Costs):
     found, best = auto_map(problem), by_force(problem)
     assert (found.seconds if found else math.inf) == pytest.approx(best, rel=1e-9)
     assert explain.fits(problem) or found is None
@@ -140,7 +139,7 @@ def test_auto_mapping_equals_brute_force_on_any_nodes_under_any_constraints(prob
 
 def test_the_last_set_takes_fewer_devices_where_so_many_do_not_lie_together():
     spec = cluster(2, 8)
-    problem = Problem(PlainCosts(GRAPH, spec), (Pin("reference", tuple(range(4, 12))), Apart(*AR)))
+    problem = PlainCosts(GRAPH, spec).keeping(Pin("reference", tuple(range(4, 12))), Apart(*AR))
     found = auto_map(problem)
     assert found is not None
     assert {mesh.size for groups, mesh in found.sets.items() if "actor" in groups} == {4}
@@ -149,7 +148,7 @@ def test_the_last_set_takes_fewer_devices_where_so_many_do_not_lie_together():
 def test_peers_of_a_pinned_group_are_cut_for_its_devices():
     """No tensor parallel group lies across nodes because of a pin that does."""
     spec = cluster(2, 4, 1e9)
-    problem = Problem(PlainCosts(GRAPH, spec), (Pin("reference", (3, 4)), Together(*AR)))
+    problem = PlainCosts(GRAPH, spec).keeping(Pin("reference", (3, 4)), Together(*AR))
     found = auto_map(problem)
     assert found is not None
     assert all(call.parallel.t == 1 for name, call in found.plan.items() if not name.startswith("reward"))
@@ -178,16 +177,17 @@ def test_constraints_that_cannot_be_kept_are_refused_before_a_search(constraints
     spec = cluster(2, 4)
     costs = PlainCosts(GRAPH, spec)
     with pytest.raises(PlacementError, match=named):
-        Problem(costs, tuple(constraints))
+        costs.keeping(*constraints)
     assert not costs.asked
 
 
 def test_pins_and_caps_that_agree_are_one():
     spec = cluster(1, 8)
-    rules = Problem(
-        PlainCosts(GRAPH, spec),
-        (Pin("actor", (0, 1)), Pin("actor", parallel=Parallel(1, 2, 1)), Cap("actor", 4), Cap("actor", 2)),
-    ).rules
+    rules = (
+        PlainCosts(GRAPH, spec)
+        .keeping(Pin("actor", (0, 1)), Pin("actor", parallel=Parallel(1, 2, 1)), Cap("actor", 4), Cap("actor", 2))
+        .rules
+    )
     assert rules.pins["actor"] == Pin("actor", (0, 1), Parallel(1, 2, 1))
     assert rules.caps["actor"] == Cap("actor", 2)
 
@@ -196,7 +196,7 @@ def test_pins_and_caps_that_agree_are_one():
 @given(st.integers(1, 3), st.floats(0.02, 0.6), st.booleans())
 def test_the_smallest_cluster_fits_and_no_smaller_one(count: int, gigabytes: float, capped: bool):
     rules = (Cap("reference", 2),) if capped else ()
-    problem = Problem(Simulator(cluster(1, count, gigabytes * 1e9), GRAPH, WORK), rules)
+    problem = Costs(cluster(1, count, gigabytes * 1e9), GRAPH, WORK, constraints=rules)
     if auto_map(problem) is not None:
         return
     text = str(infeasibility_report(problem))
@@ -216,7 +216,7 @@ def test_constraints_at_fault_are_named():
 
 def test_small_spaces_are_left_when_all_of_them_is_known():
     graph, spec = ppo_of(SMALL, LARGE), cluster(1, 1)
-    problem = Problem(PlainCosts(graph, spec))
+    problem = PlainCosts(graph, spec)
     found, best = mcmc(problem, deadline=Deadline.of(600)), exact(problem)
     assert found is not None
     assert best is not None

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from benchmarks.planner_findings import KINDS, WORKLOAD, best_size, finding, problem_of
-from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.describe.mesh import Mesh, sizes
 from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
-from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import undominated
 from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
 
@@ -31,7 +30,7 @@ from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, c
 )
 def test_a_placement_by_timeline_is_no_slower_than_the_stages_let_one_think(graph, nodes, count, memory):
     spec = cluster(nodes, count, memory)
-    problem = Problem(PlainCosts(graph, spec))
+    problem = PlainCosts(graph, spec)
     mapped, found = auto_map(problem), overlap_map(problem)
     assert mapped is not None
     assert found is not None
@@ -44,7 +43,7 @@ def test_a_placement_by_timeline_is_no_slower_than_the_stages_let_one_think(grap
 
 def test_nothing_is_found_where_nothing_fits():
     graph, spec = ppo_of(LLAMA_7B, LLAMA_13B), cluster(1, 2, 1e9)
-    assert overlap_map(Problem(PlainCosts(graph, spec))) is None
+    assert overlap_map(PlainCosts(graph, spec)) is None
 
 
 def test_constraints_are_kept():
@@ -93,7 +92,7 @@ def test_devices_are_counted_by_node(counts, data):
 
 def test_rows_of_a_function_are_spread_over_hosts():
     graph, spec = grpo_of(LLAMA_7B), ClusterSpec.of("a100:2x8")
-    found = overlap_map(Problem(Simulator(spec, graph, WORKLOAD)))
+    found = overlap_map(Costs(spec, graph, WORKLOAD))
     assert found is not None
     assert found.plan["reward.compute_reward"].mesh.size == spec.size
 

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.dataflows import ppo
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.calibration import Observation, calibrate
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
@@ -136,9 +136,7 @@ def test_two_way_generation_is_best_for_7b_trained_1_8_2(kv_heads, colocated):
     model = replace(llama_3(*LLAMA_7B), kv_heads=kv_heads)
     critic = replace(model, head="value")
     graph = ppo(model, critic, model, critic)
-    simulator = Simulator(
-        ClusterSpec.of("a100:2x8"), graph, Workload(rows=1024, prompt=1024, response=1024, minibatches=8)
-    )
+    simulator = Costs(ClusterSpec.of("a100:2x8"), graph, Workload(rows=1024, prompt=1024, response=1024, minibatches=8))
     mesh = Mesh.of(0, 16)
     home = CallPlan(mesh, Parallel(1, 8, 2))
     beside = sum(simulator.static(group, home) for group in graph.groups) if colocated else None

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, Pin, Together
 from hybridflow.planner.describe.mesh import (
     CallPlan,
@@ -25,10 +26,8 @@ from hybridflow.planner.describe.mesh import (
 )
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map
-from hybridflow.planner.search.call_search import exact, mcmc, space_size
-from hybridflow.planner.search.evaluation import Evaluator, options_of
+from hybridflow.planner.search.call_search import Evaluator, exact, mcmc, options_of, space_size
 from hybridflow.planner.search.planning import plan
-from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.similarity import best_pair, similarity
 from hybridflow.planner.search.stages import undominated
 from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
@@ -36,8 +35,8 @@ from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, c
 TOKENS = 2e5
 
 
-def problem_of(graph, spec, constraints: Sequence[Constraint] = (), tokens: float = TOKENS) -> Problem:
-    return Problem(PlainCosts(graph, spec, tokens), tuple(constraints))
+def problem_of(graph, spec, constraints: Sequence[Constraint] = (), tokens: float = TOKENS) -> Costs:
+    return PlainCosts(graph, spec, tokens).keeping(*constraints)
 
 
 def assignments(groups: Sequence[str]):
@@ -47,7 +46,7 @@ def assignments(groups: Sequence[str]):
             yield numbers
 
 
-def by_force(problem: Problem) -> float:
+def by_force(problem: Costs) -> float:
     """Stage-wise cost of the best placement: every colocation, every allocation, every layout of every group."""
     graph, spec, best = problem.graph, problem.cluster, np.inf
     groups = graph.groups
@@ -66,9 +65,9 @@ def by_force(problem: Problem) -> float:
     return best
 
 
-def choices_of(problem: Problem, members: Sequence[str], mesh: Mesh):
+def choices_of(problem: Costs, members: Sequence[str], mesh: Mesh):
     """Stage seconds of each combination of layouts that fits into memory; beaten ones are left out for speed."""
-    costs, graph = problem.costs, problem.graph
+    costs, graph = problem, problem.graph
     layouts = []
     for group in members:
         own = []

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from benchmarks.dataflows import ppo
 from hybridflow.errors import ConfigError
 from hybridflow.planner.cost.call_cost import CallCost
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
 from hybridflow.planner.cost.pipeline_cost import Sizes
-from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.cost.timeline import Contention, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
@@ -93,8 +93,8 @@ def test_calls_on_other_devices_slow_each_other_down():
 
 
 def test_a_call_takes_longer_on_devices_that_share():
-    simulator = Simulator(CORES, GRAPH, WORK)
-    free = Simulator(ClusterSpec((replace(CORES.nodes[0], slowdown=()),), 1e9), GRAPH, WORK)
+    simulator = Costs(CORES, GRAPH, WORK)
+    free = Costs(ClusterSpec((replace(CORES.nodes[0], slowdown=()),), 1e9), GRAPH, WORK)
     for name in ("actor.generate_sequences", "critic.compute_values", "actor.update_actor"):
         for size in SIZES:
             cost, alone = simulator.cost(name, on(0, size)), free.cost(name, on(0, size))
@@ -120,7 +120,7 @@ def test_devices_that_wait_leave_their_part_to_others():
 
 def test_prompts_are_read_with_waits_of_their_own():
     free = replace(CORES.nodes[0], slowdown=())
-    simulator = Simulator(ClusterSpec((free,), 1e9), GRAPH, Workload(rows=64, prompt=4096, response=1))
+    simulator = Costs(ClusterSpec((free,), 1e9), GRAPH, Workload(rows=64, prompt=4096, response=1))
     plans = [CallPlan(Mesh.of(0, 4), Parallel(*sizes)) for sizes in ((1, 1, 4), (1, 4, 1), (4, 1, 1))]
     alone, tensors, stages = (simulator.cost("actor.generate_sequences", at) for at in plans)
     assert alone.busy == 1.0
@@ -136,7 +136,7 @@ def test_functions_share_cores_too():
     found = {}
     for pairs in (HALVES, ()):
         cluster = ClusterSpec((replace(CORES.nodes[0], slowdown=pairs),), 1e9)
-        found[pairs] = Simulator(cluster, graph, WORK).cost("reward.compute_reward", on(0, 4)).seconds
+        found[pairs] = Costs(cluster, graph, WORK).cost("reward.compute_reward", on(0, 4)).seconds
     assert found[HALVES] == pytest.approx(2 * found[()])
 
 
@@ -191,7 +191,7 @@ def test_a_measured_latency_is_that_of_messages_only():
     found = []
     for profile in (None, LayerProfile("host", latency=1e-3)):
         cluster = replace(CORES, nodes=(replace(node, latency=1e-3),))
-        simulator = Simulator(cluster, GRAPH, WORK, slow, profile)
+        simulator = Costs(cluster, GRAPH, WORK, slow, profile)
         plans = [CallPlan(Mesh.of(0, t), Parallel(t=t)) for t in (1, 2)]
         found.append([simulator.cost("reference.compute_ref_log_prob", plan).parts for plan in plans])
     (alone, cut), (alone_measured, cut_measured) = found
@@ -203,7 +203,7 @@ def test_a_measured_latency_is_that_of_messages_only():
 def test_steps_are_priced_as_measured():
     profile = measured(slowdown=())
     quiet = Coefficients(call_seconds=0.0)
-    simulator = Simulator(replace(CORES, nodes=(replace(CORES.nodes[0], slowdown=()),)), GRAPH, WORK, quiet, profile)
+    simulator = Costs(replace(CORES, nodes=(replace(CORES.nodes[0], slowdown=()),)), GRAPH, WORK, quiet, profile)
     update = simulator.cost("actor.update_actor", on(0, 2)).parts
     assert update["optimizer"] == pytest.approx(WORK.minibatches * 2)  # 1 at half of the model, 4 at twice of it
     assert "data_parallel" not in update  # measured with it

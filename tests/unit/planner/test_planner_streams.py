@@ -13,15 +13,13 @@ import hybridflow as hf
 from hybridflow.planner import ResponseLengths, StreamRun, Workload, simulate_stream
 from hybridflow.planner.admission import Admission, StreamOptions
 from hybridflow.planner.cost.call_cost import decoding_step, prefill_seconds
-from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Lengths
 from hybridflow.planner.explain import stream_shape
-from hybridflow.planner.search.call_search import exact
-from hybridflow.planner.search.evaluation import options_of
-from hybridflow.planner.search.problem import Problem
+from hybridflow.planner.search.call_search import exact, options_of
 from hybridflow.planner.stream_simulation import DecodingSpeed
 from hybridflow.tracing.trace import Trace, trace_driver
 
@@ -73,9 +71,9 @@ def test_rows_are_those_of_the_stream():
     assert traced(1, batch_size=6).rows == 16
 
 
-def problem_of(max_staleness: int, rows: int, response, cluster: str = "a100:1x8") -> Problem:
+def problem_of(max_staleness: int, rows: int, response, cluster: str = "a100:1x8") -> Costs:
     work = Workload(rows=rows, prompt=128, response=response, responses_per_prompt=4)
-    return Problem(Simulator(ClusterSpec.of(cluster), graph_of(max_staleness), work))
+    return Costs(ClusterSpec.of(cluster), graph_of(max_staleness), work)
 
 
 def drawn(rows: int, ratio: float) -> list[int]:
@@ -84,9 +82,9 @@ def drawn(rows: int, ratio: float) -> list[int]:
     return [lengths.draw(draw) for _ in range(rows)]
 
 
-def run_of(problem: Problem, plan: ExecutionPlan, lengths: list[int], max_staleness: int) -> StreamRun:
+def run_of(problem: Costs, plan: ExecutionPlan, lengths: list[int], max_staleness: int) -> StreamRun:
     """The stream with the costs of the plan, in which each device of the rollout is a replica."""
-    context, update = problem.costs.context("rollout", plan[GENERATE], "generation"), plan[UPDATE]
+    context, update = problem.context("rollout", plan[GENERATE], "generation"), plan[UPDATE]
     assert context is not None
     speed = DecodingSpeed.fitted(
         *((n, decoding_step(context, n)) for n in (1, 256)), prefill=prefill_seconds(context, 64) / (64 * 128)
@@ -97,7 +95,7 @@ def run_of(problem: Problem, plan: ExecutionPlan, lengths: list[int], max_stalen
         speed=speed,
         lengths=lengths,
         prompt_tokens=128,
-        train_seconds=problem.costs.cost(UPDATE, update).seconds,
+        train_seconds=problem.cost(UPDATE, update).seconds,
         sync_seconds=problem.reallocation("rollout", update, plan[GENERATE]),
     )
 
@@ -194,7 +192,7 @@ def test_the_split_that_is_found_is_the_best_of_all(rows: int, max_staleness: in
     least = math.inf
     for chosen in itertools.product(*options):
         plan = {call.name: option.plan for call, option in zip(problem.calls, chosen, strict=True)}
-        used = problem.static(plan)
+        used = problem.kept(plan)
         active = [0.0] * len(used)
         for option in chosen:
             for device in option.plan.mesh.devices:

@@ -10,13 +10,12 @@ import pytest
 import hybridflow as hf
 from hybridflow.errors import PlacementError
 from hybridflow.placement import CallPlacement, GroupPlacement, Placement
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.graph import Graph, GraphBuilder
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
-from hybridflow.planner.search.call_search import exact, mcmc
+from hybridflow.planner.search.call_search import Evaluator, exact, mcmc, options_of
 from hybridflow.planner.search.deadline import Deadline
-from hybridflow.planner.search.evaluation import Evaluator, options_of
 from hybridflow.planner.search.planning import placement_of
-from hybridflow.planner.search.problem import Problem
 from hybridflow.workers.worker import can_replicate, divided
 from tests.example_plans import SMALL, PlainCosts, cluster, grpo_of, obeys
 
@@ -38,9 +37,9 @@ def twice() -> Graph:
     return program.graph()
 
 
-def problem_of(graph: Graph, devices: int = 2, *constraints: Any) -> Problem:
+def problem_of(graph: Graph, devices: int = 2, *constraints: Any) -> Costs:
     spec = cluster(1, devices)
-    return Problem(PlainCosts(graph, spec, 1e5), constraints)
+    return PlainCosts(graph, spec, 1e5).keeping(*constraints)
 
 
 def at(*devices: int, sizes: tuple[int, int, int]) -> CallPlan:

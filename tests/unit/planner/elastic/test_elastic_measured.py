@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridflow.planner.elastic.gain import gain, pays
 from hybridflow.planner.elastic.measured import Measured, fitted
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, start_of
+from hybridflow.planner.elastic.simulation import ElasticRun, start_of
 from hybridflow.planner.elastic.state import Speeds
 from hybridflow.planner.stream_simulation import DecodingSpeed
 

@@ -16,8 +16,13 @@ from benchmarks.clairvoyant import Search, lower_bound
 from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic.gain import balanced, gain
 from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, drawn_lengths, simulate_elastic, start_of
-from hybridflow.planner.elastic.simulation import ElasticSimulation
+from hybridflow.planner.elastic.simulation import (
+    ElasticRun,
+    ElasticSimulation,
+    drawn_lengths,
+    simulate_elastic,
+    start_of,
+)
 from hybridflow.planner.elastic.state import (
     Action,
     Allocate,

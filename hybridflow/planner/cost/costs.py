@@ -1,0 +1,496 @@
+"""Costs: seconds and bytes of the calls of a graph, for any plan of it that the user's constraints allow. Pure.
+
+Searches ask for the same prices again and again: they are remembered by the shape of a mesh, which is how many devices
+of which nodes it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, combinations
+from typing import Any, NamedTuple, TypeVar
+
+from hybridflow.config import DType
+from hybridflow.errors import ConfigError, ModelError, PlacementError
+from hybridflow.planner.cost import device_memory as memory
+from hybridflow.planner.cost.backends import MEGATRON, Backend
+from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
+from hybridflow.planner.cost.device_memory import DeviceMemory
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
+from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.pipeline_cost import CallContext, Sizes
+from hybridflow.planner.cost.reallocation_cost import reallocation
+from hybridflow.planner.cost.timeline import Contention, Timeline, simulate
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.constraints import Constraint, OneLayout, Pin, Rules
+from hybridflow.planner.describe.graph import HELPER, Call, Graph, Kind, home
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel, generation_sizes, strategies
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.pipeline import schedule_simulation
+from hybridflow.planner.pipeline.shared_schedule import serial_makespan, together
+from hybridflow.settings import require
+
+T = TypeVar("T")
+STEPS = 64
+"""Static bytes count for the KV-cache budget in this part of the smallest device."""
+
+
+class Option(NamedTuple):
+    """One way to run a call."""
+
+    plan: CallPlan
+    seconds: float
+    """Of generation with all memory for its KV cache."""
+    static: float
+    """Bytes that stay between calls if the weights stay here."""
+    active: float
+    """Bytes on top while the call runs."""
+    copy: float
+    """Bytes of a second copy of the weights, if they stay elsewhere."""
+    busy: float = 1.0
+    """Share of the seconds in which devices work."""
+
+
+class Costs:
+    """Prices the calls of `graph` on `cluster` under `workload`.
+
+    A plan is worth each further layout of a group only if it saves more than the share `margin` of its seconds.
+    Errors: those of `ClusterSpec` for meshes outside of it, ConfigError for calls and groups that the graph has not,
+    ModelError for sizes that a model cannot be split by, PlacementError for constraints that cannot be kept.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        graph: Graph,
+        workload: Workload,
+        coefficients: Coefficients = DEFAULT,
+        profile: LayerProfile | None = None,
+        constraints: Iterable[Constraint] = (),
+        margin: float = 0.0,
+    ) -> None:
+        self.cluster, self.graph, self.workload = cluster, graph, workload
+        self.coefficients, self.profile, self.margin = coefficients, profile, margin
+        self.backends = {group: Backend.of(graph.strategies.get(group)) for group in graph.models}
+        self.calls = tuple(call for call in graph.calls if call.group != HELPER)
+        self.homes = {group: home(graph, group) for group in graph.groups}
+        """By group, the call in whose layout its weights stay."""
+        self._workloads = {group: backend.workload(workload) for group, backend in self.backends.items()}
+        self._known: dict[tuple, Any] = {}
+        self._constrain(constraints)
+
+    def _constrain(self, constraints: Iterable[Constraint]) -> None:
+        self.constraints = tuple(constraints)
+        self.rules = Rules(self.constraints, self.graph.groups, self.cluster.size)
+        for pin in self.rules.pins.values():
+            self._check_pin(pin)
+
+    def keeping(self, *constraints: Constraint) -> Costs:
+        """The same prices under other constraints."""
+        other = copy(self)
+        other._constrain(constraints)
+        return other
+
+    def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Costs:
+        """The costs on another cluster, or of another workload."""
+        work, rules = workload or self.workload, self.constraints
+        return Costs(cluster, self.graph, work, self.coefficients, self.profile, rules, self.margin)
+
+    def _once(self, key: tuple, price: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = price()
+        return self._known[key]
+
+    # What plans may be
+
+    @property
+    def alike(self) -> tuple[tuple[str, ...], ...]:
+        """Calls that have one layout, because of what runs them: an optimizer's state is in one place, a group has one
+        generation engine, and what functions keep is never moved. Of a group with `OneLayout`, all that do not
+        generate.
+        """
+        found = []
+        for group in self.graph.groups:
+            calls = self.graph.of_group(group)
+            trains, generates = ([c.name for c in calls if c.kind == kind] for kind in ("training", "generation"))
+            if self.graph.models[group] is None:
+                found.append([call.name for call in calls])
+            elif group in self.rules.one_layout:
+                found += [[call.name for call in calls if call.kind != "generation"], generates]
+            else:
+                found += [trains, generates]
+        return tuple(tuple(names) for names in found if len(names) > 1)
+
+    @property
+    def hybrid(self) -> tuple[tuple[str, str], ...]:
+        """A generation call of each group with `OneLayout`, with the call in whose layout the group's weights stay:
+        it generates on the same devices, in sizes that divide those."""
+        firsts = {call.group: call.name for call in reversed(self.calls) if call.kind == "generation"}
+        return tuple((firsts[group], self.homes[group]) for group in self.rules.one_layout if group in firsts)
+
+    @cached_property
+    def updates(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of training calls of two groups that could run together; none without `Workload.time_sharing`."""
+        found = [call for call in self.calls if call.kind == "training"] * self.workload.time_sharing
+        pairs = list[tuple[str, str]]()
+        while len(found) > 1:
+            first = found.pop(0)
+            if first.group != found[0].group:
+                pairs.append((first.name, found.pop(0).name))
+        return tuple(pairs)
+
+    @cached_property
+    def capacity(self) -> tuple[float, ...]:
+        """Usable bytes of each device."""
+        share = self.coefficients.usable_memory
+        return tuple(self.cluster.device(i).memory * share for i in range(self.cluster.size))
+
+    @cached_property
+    def sharing(self) -> Contention | None:
+        return Contention.of(self.cluster)
+
+    @cached_property
+    def step(self) -> float:
+        """Bytes in which static memory counts for the KV-cache budget of generation."""
+        return min(self.capacity) / STEPS
+
+    @cached_property
+    def homogeneous(self) -> bool:
+        return not any(self._kinds)
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """Node kind: equal nodes have the same number."""
+        kinds = list(dict.fromkeys(self.cluster.nodes))
+        return [kinds.index(node) for node in self.cluster.nodes]
+
+    def shape(self, mesh: Mesh) -> tuple:
+        """Meshes of equal shape cost the same."""
+        counts = self.cluster.counts
+        price = lambda: tuple((self._kinds[node], count) for node, count in counts(mesh.devices).items())  # noqa: E731
+        return self._once(("shape", mesh.bits), price)
+
+    def strategies(self, group: str, mesh: Mesh, generates: bool = False) -> list[Parallel]:
+        """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
+        not lie across nodes."""
+        node = math.gcd(*self.cluster.counts(mesh.devices).values())
+        found = strategies(self.graph.models[group], mesh.size, node)
+        if generates or self.graph.models[group] is None:
+            return found
+        return [own for sizes in found if (own := self.backends[group].parallel(*sizes.sizes)) is not None]
+
+    def generation_sizes(self, group: str, mesh: Mesh, train: Parallel) -> list[Parallel]:
+        """Layouts in which an engine can generate in the processes that train in `train`."""
+        within = CallPlan(mesh, train)
+        every = self.strategies(group, mesh, generates=True) if train.shards > 1 else generation_sizes(train)
+        return [sizes for sizes in every if CallPlan(mesh, sizes).within(within)]
+
+    def further(self, plan: ExecutionPlan) -> int:
+        """Layouts that groups have beside that of their weights, and of generation within it."""
+        away = set()
+        for call in self.calls:
+            at, home = plan[call.name], plan[self.homes[call.group]]
+            if at != home and not (call.kind == "generation" and at.within(home)):
+                away.add((call.group, at))
+        return len(away)
+
+    def weighted(self, seconds: float, plan: ExecutionPlan) -> float:
+        """Seconds of an iteration that make plans comparable: with the margin for each further layout."""
+        return seconds * (1 + self.margin) ** self.further(plan) if self.margin else seconds
+
+    def _check_pin(self, pin: Pin) -> None:
+        """Errors: PlacementError for sizes by which the model is not cut, that its strategy has not, or whose tensor
+        parallel groups would lie across nodes."""
+        model, backend = self.graph.models[pin.group], self.backends[pin.group]
+        for sizes in filter(None, (pin.parallel, pin.generate)):
+            if model is None and sizes.p * sizes.t > 1:
+                raise PlacementError(f"{pin} cannot be: {pin.group} runs functions, which are not cut. Pin p=1, t=1.")
+            try:
+                if model is not None:
+                    model.check_parallel(sizes.p, sizes.t, pin.group)
+            except ModelError as error:
+                raise PlacementError(f"{pin} cannot be: {error}") from None
+            self._check_nodes(pin, sizes)
+        if model is None or pin.parallel is None:
+            return
+        if (own := backend.parallel(*pin.parallel.sizes)) is None:
+            raise PlacementError(
+                f"{pin} cannot be: {pin.group} trains with {backend.strategy}, which has no such sizes."
+            )
+        mesh, one = Mesh.of(0, own.size), pin.group in self.rules.one_layout
+        if one and pin.generate and not CallPlan(mesh, pin.generate).within(CallPlan(mesh, own)):
+            raise PlacementError(
+                f"{pin} and {OneLayout(pin.group)} contradict each other: generation sizes divide those of training "
+                "where both have one layout."
+            )
+
+    def _check_nodes(self, pin: Pin, sizes: Parallel) -> None:
+        counts = [node.count for node in self.cluster.nodes]
+        listed, inside = " or ".join(map(str, sorted(set(counts)))), counts
+        if pin.devices is not None:
+            inside = list(self.cluster.counts(pin.devices).values())
+        elif sizes.size <= max(counts):
+            inside = [sizes.size]
+        elif not any(b - a == sizes.size for a, b in combinations(accumulate([0, *counts]), 2)):
+            raise PlacementError(
+                f"{pin} cannot be: {sizes.size} devices are neither devices of one node nor whole nodes, which have "
+                f"{listed}. Use other sizes, or pin devices."
+            )
+        if any(count % sizes.t for count in inside):
+            raise PlacementError(
+                f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have {listed} "
+                "devices. Use a smaller t, or other devices."
+            )
+
+    # One call
+
+    def cost(self, call: str, plan: CallPlan, kv_budget: float | None = None) -> CallCost:
+        """Seconds of the call on `plan`. `kv_budget` are the bytes of KV cache that each device has for generation;
+        without it, what its memory leaves beside this group alone."""
+        own = self.graph.call(call)
+        context, rows = self.context(own.group, plan, own.kind), self.workload.rows * own.rows
+        if context is None or own.kind == "function":
+            return function(rows, plan.mesh.size, self.coefficients).times(self.slowdown(plan.mesh))
+        if own.kind == "training":
+            found = training(context, rows, *self.minibatches(own))
+        elif own.kind == "inference":
+            found = inference(context, rows)
+        else:
+            budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
+            found = generation(context, rows, budget, own.ahead if own.continuous else 0)
+        return found.times(self.slowdown(plan.mesh, found.busy))
+
+    def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
+        """Seconds of two training calls that share the pipeline stages of `plan` (`hf.together`): those of one after
+        the other, less what filling each other's bubbles saves. With one stage, nothing is saved."""
+        calls = [self.graph.call(name) for name in (first, second)]
+        for call in calls:
+            require(call.kind == "training", f"{call.name} does not train: only updates share pipeline stages.")
+        serial, p = sum(self.cost(call.name, plan).seconds for call in calls), plan.parallel.p
+        contexts = [c for call in calls if (c := self.context(call.group, plan, call.kind)) and c.backend.pipeline]
+        if p == 1 or calls[0].group == calls[1].group or len(contexts) < 2:
+            return serial
+        works = tuple(
+            update_work(context, self.workload.rows * call.rows, *self.minibatches(call))
+            for call, context in zip(calls, contexts, strict=True)
+        )
+        saved = serial_makespan(p, works) - schedule_simulation.simulate(together(p, works)).makespan
+        return serial - max(0.0, saved) * self.slowdown(plan.mesh)
+
+    def slowdown(self, mesh: Mesh, busy: float = 1.0) -> float:
+        """How much longer its devices take than one that has its node for itself, as they all work at once for the
+        share `busy` of their time."""
+        counts = self.cluster.counts(mesh.devices).items()
+        return max(self.cluster.nodes[node].slow(count * busy) for node, count in counts)
+
+    def minibatches(self, call: Call) -> tuple[int, int]:
+        """Mini-batches and epochs of a training call: its own where it has some, else the workload's."""
+        own, epochs = call.minibatches, call.epochs
+        return own if own > 1 else self.workload.minibatches, epochs if epochs > 1 else self.workload.epochs
+
+    def context(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
+        """Inputs of the formulas of a call of this kind (None: of the weights' layout); None for a group of functions.
+
+        Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes.
+        """
+        return self._once(("context", group, plan, kind), lambda: self._context(group, plan, kind))
+
+    def _context(self, group: str, plan: CallPlan, kind: Kind | None) -> CallContext | None:
+        if group not in self.graph.models:
+            raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
+        model, sizes = self.graph.models[group], plan.parallel
+        if model is None:
+            return None
+        if not model.divides(sizes.t) or sizes.p > model.layers:
+            raise ModelError(
+                f"{group} cannot be split by p={sizes.p}, t={sizes.t}: it has {model.layers} layers, {model.heads} "
+                f"heads, {model.kv_heads} kv-heads and {model.intermediate} MLP columns."
+            )
+        backend, work = self.backends[group], self._workloads[group]
+        if kind == "generation":
+            backend, work = MEGATRON, self.workload
+        if backend.strategy is not MEGATRON.strategy and backend.parallel(*sizes.sizes) != sizes:
+            if kind is not None or sizes.shards > 1:
+                name = type(backend.strategy).__name__
+                raise ModelError(f"{group} cannot have p-t-d = {sizes}: {name} as it is set has no such layout.")
+            backend, work = MEGATRON, self.workload  # those of a generation engine
+        elif backend is MEGATRON and sizes.shards > 1:
+            raise ModelError(f"{group} cannot cut its parameters over {sizes.shards} data parallel ranks here.")
+        shares = sizes.t if work.sequence_parallel else 1
+        links = replace(self._links(plan.mesh, work.dtype), p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
+        profile = self.profile if backend.lora is None else None  # it was measured with all parameters in training
+        return CallContext(links, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
+
+    def _links(self, mesh: Mesh, dtype: DType) -> LinkModel:
+        return self._once(("links", mesh, dtype), lambda: LinkModel.of(self.cluster, mesh, dtype, self._launching))
+
+    @cached_property
+    def _launching(self) -> Coefficients:
+        """The coefficients of links: measured messages include their launches."""
+        measured = self.profile is not None and self.profile.latency is not None
+        return replace(self.coefficients, latency=0.0) if measured else self.coefficients
+
+    def kv_budget(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
+        """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.
+
+        Without `beside`, those of its own group, cut over the devices as well as can be.
+        """
+        group = self.graph.call(call).group
+        context = self.context(group, plan, "generation")
+        # on the smallest device, less what the runtime keeps
+        capacity = self._links(plan.mesh, self.workload.dtype).memory * self.coefficients.usable_memory
+        if context is None:
+            return capacity
+        copied = group in self.graph.trained
+        if beside is None:
+            one = replace(context.links, p=1, t=1, d=1)
+            home = {"backend": self.backends[group], "workload": self._workloads[group]}
+            whole = memory.static(replace(context, parallel=Parallel(), links=one, **home), copied)
+            beside = whole.static / plan.mesh.size if copied else memory.weights(context)
+        return max(0.0, capacity - beside - (memory.weights(context) if copied else 0.0))
+
+    def memory(
+        self, call: str, plan: CallPlan, kv_budget: float | None = None, home: CallPlan | None = None
+    ) -> DeviceMemory:
+        """Bytes on the fullest device while the call runs, for this group alone. `home` is where its static bytes are
+        laid out (default: as `plan`); generation uses all of `kv_budget` that its rows need."""
+        own = self.graph.call(call)
+        least, still = self._least(call, plan, home), self.still(own.group, home or plan)
+        context, cache = self.context(own.group, plan, own.kind), least.kv_cache
+        if context is not None and cache:
+            kv_budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
+            cache = max(cache, memory.cache(context, self.workload.rows * own.rows, kv_budget))
+        return replace(
+            least, parameters=still.parameters, gradients=still.gradients, optimizer=still.optimizer, kv_cache=cache
+        )
+
+    def still(self, group: str, plan: CallPlan) -> DeviceMemory:
+        """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
+        context = self.context(group, plan)
+        return DeviceMemory() if context is None else memory.static(context, group in self.graph.trained)
+
+    def static(self, group: str, plan: CallPlan) -> float:
+        """The sum of `still`."""
+        return self.still(group, plan).static
+
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, kv_budget: float | None = None) -> float:
+        """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows; with
+        `kv_budget` for a KV cache, what generation uses of it.
+
+        Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
+        weights of its own.
+        """
+        return (self._least(call, plan, home) if kv_budget is None else self.memory(call, plan, kv_budget, home)).active
+
+    def _least(self, name: str, plan: CallPlan, home: CallPlan | None) -> DeviceMemory:
+        call = self.graph.call(name)
+        context = self.context(call.group, plan, call.kind)
+        rows = self.workload.rows * call.rows / (self.minibatches(call)[0] if call.kind == "training" else 1)
+        copied = home is not None and home != plan
+        return DeviceMemory() if context is None else memory.active(context, call.kind, rows, copied)
+
+    def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
+        """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
+
+        Ranks with weights of their own keep them in host memory between calls: they come from there, and go back. A
+        group that is not trained, such as a rollout, gets those of another group into weights that it has.
+        """
+        context, there = self.context(group, source), self.context(group, target)
+        if context is None or there is None or source == target:
+            return 0.0
+        own = group in self.graph.trained
+        moved = reallocation(context.size, self.cluster, source, target, context.itemsize, self.coefficients, fresh=own)
+        seconds, busy = moved
+        union = Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices})))
+        seconds *= self.slowdown(union, busy)
+        if own and (group not in self.graph.generating or not target.within(source)):
+            seconds += 2 * memory.weights(there) / there.links.host * self.slowdown(target.mesh)
+        return seconds
+
+    # Remembered prices of searches
+
+    def option(self, call: Call, mesh: Mesh, parallel: Parallel, shape: tuple | None = None) -> Option | None:
+        """None where a call cannot run so. Cached per mesh shape; only the mesh differs."""
+        key = (call.name, parallel, self.shape(mesh) if shape is None else shape)
+        found: Option | None = self._once(key, lambda: self._option(call, CallPlan(mesh, parallel)))
+        if found is None or found.plan.mesh == mesh:
+            return found
+        return found._replace(plan=CallPlan(mesh, parallel))
+
+    def _option(self, call: Call, plan: CallPlan) -> Option | None:
+        elsewhere = CallPlan(Mesh((plan.mesh.devices[-1] + 1,)), Parallel())
+        try:
+            active, cost = self.active(call.name, plan), self.beside(call, plan, 0.0)
+            static, other = self.static(call.group, plan), self.active(call.name, plan, elsewhere)
+        except (PlacementError, ModelError):
+            return None
+        return Option(plan, cost.seconds, static, active, other - active, cost.busy)
+
+    def beside(self, call: Call, plan: CallPlan, static: float) -> CallCost:
+        """The cost of a call where `static` bytes of all groups stay on each device: generation has the others."""
+        budget = self.kv_budget(call.name, plan, static) if call.kind == "generation" else None
+        return self.cost(call.name, plan, budget)
+
+    def generation(self, call: Call, plan: CallPlan, beside: float) -> CallCost:
+        """`beside` of a generation call, with static bytes rounded up to a 64th of the smallest memory."""
+        steps = math.ceil(beside / self.step - 1e-9)
+        key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
+        return self._once(key, lambda: self.beside(call, plan, steps * self.step))
+
+    def moved(self, group: str, source: CallPlan, target: CallPlan) -> float:
+        """`reallocation`: pairs that differ by whole nodes cost the same."""
+        if source == target:
+            return 0.0
+        low = min(source.mesh.devices[0], target.mesh.devices[0])
+        shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
+        key = (group, source.parallel, target.parallel, source.mesh.bits >> shift, target.mesh.bits >> shift)
+        return self._once(key, lambda: self.reallocation(group, source, target))
+
+    # A whole plan
+
+    def kept(self, plan: ExecutionPlan) -> list[float]:
+        """Bytes that stay on each device between calls."""
+        found = [0.0] * self.cluster.size
+        for group, name in self.homes.items():
+            more = self.static(group, plan[name])
+            for device in plan[name].mesh.devices:
+                found[device] += more
+        return found
+
+    def seconds(self, plan: ExecutionPlan) -> dict[str, float]:
+        """Seconds of each call, of generation with its KV-cache budget."""
+        kept, found = self.kept(plan), {}
+        for call in self.calls:
+            here = plan[call.name]
+            if call.kind == "generation":
+                found[call.name] = self.generation(call, here, max(kept[d] for d in here.mesh.devices)).seconds
+            elif (option := self.option(call, here.mesh, here.parallel)) is not None:
+                found[call.name] = option.seconds
+        for first, second in self.updates:
+            if (at := plan[first]) == plan[second]:
+                key = ("together", first, second, at.parallel, self.shape(at.mesh))
+                found[second] = self._once(key, lambda: self.cost_together(first, second, at)) - found[first]  # noqa: B023
+        return found
+
+    def timeline(self, plan: ExecutionPlan) -> Timeline:
+        """When the calls of `plan` run."""
+        kept, busy, latency = self.kept(plan), None, {}
+        if self.sharing:
+            busy = {call.name: self.beside(call, plan[call.name], 0.0).busy for call in self.calls}
+        for call in self.calls:
+            if call.continuous:
+                at = plan[call.name]
+                latency[call.name] = self.generation(call, at, max(kept[d] for d in at.mesh.devices)).latency
+        return simulate(
+            self.graph,
+            plan,
+            self.seconds(plan),
+            reallocation=self.moved,
+            busy=busy,
+            latency=latency,
+            sharing=self.sharing,
+        )
