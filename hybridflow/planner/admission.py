@@ -24,8 +24,7 @@ _COUNTS = ("admitted", "given_up", "moved", "trained_batches", "version", "promp
 class StreamOptions:
     """Batches of `rows` rows, in groups of `n`; no token of a batch is more than `max_staleness` versions old.
 
-    `on_stale="wait"`: a batch waits for the groups that must be in it. `on_stale="drop"`: these are given up.
-    """
+    `on_stale="wait"`: a batch waits for the groups that must be in it. `on_stale="drop"`: these are given up."""
 
     rows: Size
     n: Size = 1
@@ -54,13 +53,12 @@ class StreamBatch(NamedTuple):
 
 @dataclass
 class _Group:
-    """`version`: the rollouts' at admission, none of its tokens is older. `oldest` and `spans` have one entry per
-    finished response: its oldest version, its number of versions."""
-
     version: int
+    """The rollouts' at admission: none of its tokens is older."""
     replica: Replica | None = None
     oldest: list[int] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
+    """Of each finished response: its oldest version, its number of versions."""
 
 
 class Admission:
@@ -77,20 +75,16 @@ class Admission:
        earliest deadlines first. Until these have finished, the batch waits.
 
     At most B groups must be in a batch: before batch k, |U_j| <= (j - k + 1) B for all j. An admission at v leaves at
-    most (v + eta + 1) B admitted groups, of which k B are taken, so that (d - k + 1) B are left with d = v + eta; only
-    U_j with j >= d have grown. And batch k leaves at most (j - k) B of U_j. As the U_j are nested, the B groups of
-    earliest deadline always suffice, so a batch never waits for more than them. With eta = 0 only B groups are under
-    way: the loop is the synchronous one.
+    most (d - k + 1) B groups with d = v + eta, and only U_j with j >= d have grown; batch k leaves at most (j - k) B of
+    U_j. As the U_j are nested, a batch never waits for more than the B groups of earliest deadline. With eta = 0 only B
+    groups are under way: the loop is the synchronous one.
 
-    `on_stale="drop"`: when B groups have finished, the batch is made of finished groups, and unfinished groups that
-    had to be in it are given up (of equal deadlines, those that were admitted last). Responses that take long are then
+    `on_stale="drop"`: when B groups have finished, the batch is made of finished groups, and unfinished groups that had
+    to be in it are given up (of equal deadlines, those that were admitted last). Responses that take long are then
     under-represented.
 
     A group runs on one replica, so that its responses share the prompt; a new one on the replica with the fewest
-    unfinished rows. When a replica is lost, its groups go to the others by the same rule, largest first.
-
-    A batch that is taken but not trained belongs to the state: after `load_state` it is given again.
-    """
+    unfinished rows. When a replica is lost, its groups go to the others by the same rule, largest first."""
 
     def __init__(self, options: StreamOptions, replicas: Iterable[Replica]) -> None:
         self.options = options
@@ -103,8 +97,8 @@ class Admission:
         self._untrained: list[dict[int, _Group]] = []  # batches taken and not trained, from the oldest
         self._again: list[dict[int, _Group]] = []  # those of a saved state
         self._last: dict[str, float] = {}  # metrics of the last batch
-        self._load: dict[Replica, int] = dict.fromkeys(replicas, 0)  # unfinished rows
-        require(len(self._load) > 0, "a stream needs a replica that generates, got none.")
+        self._replicas = list(dict.fromkeys(replicas))
+        require(len(self._replicas) > 0, "a stream needs a replica that generates, got none.")
 
     @property
     def capacity(self) -> int:
@@ -114,7 +108,6 @@ class Admission:
 
     @property
     def under_way(self) -> list[int]:
-        """Groups that have been admitted and have unfinished responses."""
         return [number for number in self._groups if number not in self._complete]
 
     @property
@@ -136,10 +129,8 @@ class Admission:
 
     def finished(self, group: int, responses: Sequence[Collection[int]] | None = None) -> bool:
         """Responses of the group have ended, each given as the versions of its tokens; None: all that were left, with
-        the versions since the admission. Returns whether the group is complete.
-
-        Errors: BatchError for a group that is not under way, more than n responses, and impossible versions.
-        """
+        the versions since the admission. Returns whether the group is complete. Errors: BatchError for a group that is
+        not under way, more than n responses, and impossible versions."""
         found = self._unfinished(group)
         left = self._left(found)
         if responses is None:
@@ -154,48 +145,47 @@ class Admission:
                 )
         found.oldest += [min(versions, default=self.version) for versions in responses]
         found.spans += [max(1, len(set(versions))) for versions in responses]
-        self._count(found, -len(responses))
         if not self._left(found):
             self._complete[group] = None
         return group in self._complete
 
     def restarted(self, group: int) -> dict[int, Replica]:
         """All responses of the group begin anew with the rollouts' version, because its tokens were lost: its replica.
-
-        Errors: BatchError for a group that is not of the stream, or that a batch has taken.
-        """
-        if (found := self._groups.get(group)) is None:
+        Errors: BatchError for a group that is not of the stream, or that a batch has taken."""
+        if group not in self._groups:
             raise BatchError(f"group {group!r} cannot be restarted: no group that waits for a batch has this number.")
-        self._count(found, -self._left(found))
         self._groups[group] = _Group(self.version)
         self._complete.pop(group, None)
         return self._place([group])
 
     def next_batch(self) -> StreamBatch | None:
-        """The next batch, or None while it has to wait for groups, and when the stream has `ended`.
-
-        Errors: ConfigError when waiting is in vain: no group is under way, and none may be admitted before a sync.
-        """
+        """The next batch, or None while it has to wait for groups, and when the stream has `ended`. Errors: ConfigError
+        when waiting is in vain: no group is under way, and none may be admitted before a sync."""
         if self._again:
             return self._take(self._again.pop(0), [])
         if len(self._complete) < self.options.groups:
-            self._check_progress()
+            if not (self.capacity or self.ended or self.under_way):
+                raise ConfigError(
+                    f"batch {self.taken} cannot be filled: the rollouts have version {self.version}, and with "
+                    f"max_staleness={self.options.max_staleness} no further prompt may start before they get version "
+                    f"{self.taken - self.options.max_staleness}; {self.trained_batches} batches have been trained. "
+                    f"Call hf.sync_weights(actor, rollout) after each update and before the next batch is taken, or "
+                    f"raise max_staleness."
+                )
             return None
         chosen, missing = self._compose()
         if missing and self.options.on_stale == "wait":
             return None
         for group in missing:
-            self._count(found := self._groups.pop(group), -self._left(found))
+            del self._groups[group]
         self.given_up += len(missing)
         for group in chosen:
             del self._complete[group]
         return self._take({group: self._groups.pop(group) for group in sorted(chosen)}, missing)
 
     def trained(self) -> None:
-        """The oldest batch that was taken has been trained, or the loop has no further use for it.
-
-        Errors: ConfigError when every batch that was taken has been trained.
-        """
+        """The oldest batch that was taken has been trained, or the loop has no further use for it. Errors: ConfigError
+        when every batch that was taken has been trained."""
         require(bool(self._untrained), f"all {self.taken} batches that the stream gave have been trained already.")
         self._untrained.pop(0)
         self.trained_batches += 1
@@ -211,7 +201,7 @@ class Admission:
 
     def lost(self, replica: Replica) -> dict[int, Replica]:
         """The replica is gone: group -> the replica that continues it. Without another replica they wait for one."""
-        self._load.pop(replica, None)
+        self._replicas = [other for other in self._replicas if other != replica]
         there = [number for number, group in self._groups.items() if group.replica == replica]
         for number in there:
             self._groups[number].replica = None
@@ -226,14 +216,11 @@ class Admission:
 
     def migrated(self, group: int, replica: Replica) -> None:
         """The unfinished rows of the group continue on this replica. Errors: BatchError for a group not under way."""
-        found = self._unfinished(group)
-        self._count(found, -self._left(found))
-        found.replica = replica
-        self._count(found, self._left(found))
+        self._unfinished(group).replica = replica
 
     def joined(self, replica: Replica) -> dict[int, Replica]:
         """A further replica generates: the waiting groups that it gets. New groups go to it first."""
-        self._load.setdefault(replica, 0)
+        self._replicas = list(dict.fromkeys([*self._replicas, replica]))
         return self._place([number for number in self.under_way if self._groups[number].replica is None])
 
     def metrics(self) -> dict[str, float]:
@@ -257,10 +244,8 @@ class Admission:
 
     def load_state(self, state: Mapping[str, Any], unreported: Collection[int] = ()) -> dict[int, Replica]:
         """Continue from a state on the present replicas: unfinished group -> its replica. Batches that were taken but
-        not trained are given again. Responses of the groups `unreported` are reported as finished once more.
-
-        Errors: ConfigError when it is not a state, or one of other rows, n or a larger max_staleness.
-        """
+        not trained are given again. Responses of the groups `unreported` are reported as finished once more. Errors:
+        ConfigError when it is not a state, or one of other rows, n or a larger max_staleness."""
         try:
             was, counts = dict(state["options"]), {name: state["counts"][name] for name in _COUNTS}
             groups, *again = ({g: _Group(**one) for g, one in rows} for rows in (state["groups"], *state["untrained"]))
@@ -276,7 +261,6 @@ class Admission:
             setattr(self, name, value)
         self.taken = self.trained_batches
         self._groups, self._complete, self._again, self._untrained = groups, complete, again, []
-        self._load = dict.fromkeys(self._load, 0)
         for number, group in groups.items():
             group.replica = None
             if number in unreported:
@@ -318,24 +302,21 @@ class Admission:
         self.taken += 1
         return StreamBatch(number, tuple(groups), tuple(sorted(given_up)))
 
-    def _check_progress(self) -> None:
-        if self.capacity or self.ended or self.under_way:
-            return
-        raise ConfigError(
-            f"batch {self.taken} cannot be filled: the rollouts have version {self.version}, and with "
-            f"max_staleness={self.options.max_staleness} no further prompt may start before they get version "
-            f"{self.taken - self.options.max_staleness}; {self.trained_batches} batches have been trained. Call "
-            f"hf.sync_weights(actor, rollout) after each update and before the next batch is taken, or raise "
-            f"max_staleness."
-        )
+    @property
+    def _load(self) -> dict[Replica, int]:
+        load = dict.fromkeys(self._replicas, 0)
+        for group in self._groups.values():
+            if group.replica in load:
+                load[group.replica] += self._left(group)
+        return load
 
     def _place(self, numbers: Iterable[int]) -> dict[int, Replica]:
         """A replica for each of these groups: the largest first, to the one with the fewest unfinished rows."""
-        placed: dict[int, Replica] = {}
+        placed, load = dict[int, Replica](), self._load
         for number in sorted(numbers, key=lambda each: -self._left(self._groups[each])):
-            if self._load:
-                placed[number] = self._groups[number].replica = min(self._load, key=self._load.__getitem__)
-                self._count(self._groups[number], self._left(self._groups[number]))
+            if load:
+                placed[number] = self._groups[number].replica = min(load, key=load.__getitem__)
+                load[placed[number]] += self._left(self._groups[number])
         return placed
 
     def _unfinished(self, group: int) -> _Group:
@@ -346,10 +327,6 @@ class Admission:
 
     def _left(self, group: _Group) -> int:
         return self.options.n - len(group.oldest)
-
-    def _count(self, group: _Group, rows: int) -> None:
-        if group.replica is not None:
-            self._load[group.replica] += rows
 
 
 def _records(groups: Mapping[int, _Group]) -> list[list[Any]]:

@@ -59,8 +59,7 @@ def checkpoint_interval(failures: FailureModel, costs: CheckpointCosts) -> float
 
     The exact optimum for exponential failures (Daly 2006, "A higher order estimate of the optimum checkpoint interval
     for restart dumps"); sqrt(2 blocking M) of Young 1974 to first order, with M seconds between failures. At most one
-    save is under way, so the interval is at least `costs.behind`.
-    """
+    save is under way, so the interval is at least `costs.behind`."""
     x = costs.blocking / failures.seconds
     return max(costs.behind, failures.seconds * _optimum(x))
 
@@ -81,8 +80,7 @@ def effective_share(interval: float, failures: FailureModel, costs: CheckpointCo
 
     tau/M exp(-(behind + detection + restart)/M) / (exp((tau + blocking)/M) - 1): the k-th save of an attempt counts if
     nothing fails before k (tau + blocking) + behind, and failures while restarting begin the restart again. For a run
-    that is long against M = `failures.seconds`, with a healthy node at hand. Errors: ConfigError.
-    """
+    that is long against M = `failures.seconds`, with a healthy node at hand. Errors: ConfigError."""
     _check_interval("interval", interval)
     mean, tau = failures.seconds, max(interval, costs.behind)
     period = (tau + costs.blocking) / mean

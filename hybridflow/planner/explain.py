@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ from hybridflow.planner.search.stages import STATIC, Front, undominated
 
 def alternatives(costs: Costs, plan: ExecutionPlan) -> dict[str, tuple[str, str]]:
     """By call: the runner-up and why it lost, as texts. Functions, which need no device, and calls without another
-    layout that can run are left out.
-    """
+    layout that can run are left out."""
     evaluator = Evaluator(costs, options_of(costs, also=[plan]))
     state = evaluator.state(plan)
     if state is None:
@@ -115,31 +113,38 @@ class Need(NamedTuple):
 
 def infeasibility_report(costs: Costs, *, per_call: bool = False) -> PlacementError:
     """The error for a problem that has no placement; `per_call`: calls of a group may have layouts of their own."""
-    free = costs.keeping()
-    if _limiting(costs) and fits(free, per_call):
-        return PlacementError(_at_fault(costs, per_call))
-    limits = " and ".join(map(str, _limiting(costs)))
+    free, given = costs.keeping(), _limiting(costs)
+    where = f"{costs.cluster.size} device{'s' if costs.cluster.size > 1 else ''} of {costs.cluster}"
+    if given and fits(free, per_call):
+        named = [one for one in given if not fits(costs.keeping(one), per_call)]
+        if not named:
+            without = (costs.keeping(*(c for c in costs.constraints if c is not one)) for one in given)
+            named = [one for one, rest in zip(given, without, strict=True) if fits(rest, per_call)] or given
+        return PlacementError(
+            f"no placement on {where} keeps {' and '.join(map(str, named))}: all groups fit there "
+            f"without {'it' if len(named) == 1 else 'them'}. Loosen a constraint, or use more devices."
+        )
+    limits = " and ".join(map(str, given))
     more = f"No number of nodes is enough{limits and f' while {limits} must hold'}."
     if smallest := smallest_cluster(costs, per_call):
         more = f"The smallest cluster of such nodes that fits is {smallest}."
     return PlacementError(
-        f"the cluster is too small: {_missing(free)}. {more} Or use smaller models, batches or lengths."
+        f"the cluster is too small: {_missing(free, where)}. {more} Or use smaller models, batches or lengths."
     )
 
 
-def _missing(costs: Costs) -> str:
-    needs, where = dict[str, Need](), _devices(costs.cluster)
-    for group in costs.graph.groups:
-        if (need := _need(costs, group)) is None:
+def _missing(costs: Costs, where: str) -> str:
+    needs = {group: _need(costs, group) for group in costs.graph.groups}
+    for group, need in needs.items():
+        if need is None:
             return f"{group} cannot be cut for {where} in any way"
-        needs[group] = need
-    largest = max(needs, key=lambda group: needs[group].lack)
-    need, model = needs[largest], costs.graph.models[largest]
+    largest, need = max(needs.items(), key=lambda one: one[1].lack if one[1] else 0.0)
+    assert need is not None
+    model = costs.graph.models[largest]
     billions = f" ({model.num_parameters / 1e9:.1f} billion parameters)" if model else ""
+    who = f"{largest}{billions} needs"
     if need.lack <= 0:
         need, who = _together(costs), f"all models together, of which {largest}{billions} is the largest, need"
-    else:
-        who = f"{largest}{billions} needs"
     if need.lack in (float("inf"), 0) or need.lack < 0:  # each model fits alone, and all of them never at once
         return f"{who} more than {where} have, in whatever way they share them"
     some = where if need.devices == costs.cluster.size else f"{need.devices} of the {where}"
@@ -147,26 +152,6 @@ def _missing(costs: Costs) -> str:
         f"{who} at least {need.bytes / GIB:.1f} GiB on each of {some}, {need.usable / GIB:.1f} GiB are usable: "
         f"{need.lack / GIB:.1f} GiB a device are missing"
     )
-
-
-def _at_fault(costs: Costs, per_call: bool) -> str:
-    """Message when only the constraints make the problem infeasible."""
-    given = _limiting(costs)
-    alone = [one for one in given if not fits(costs.keeping(one), per_call)]
-    if alone:
-        named: Sequence[Constraint] = alone
-    else:
-        without = (costs.keeping(*(c for c in costs.constraints if c is not one)) for one in given)
-        named = [one for one, rest in zip(given, without, strict=True) if fits(rest, per_call)] or given
-    what = " and ".join(map(str, named))
-    return (
-        f"no placement on {_devices(costs.cluster)} keeps {what}: all groups fit there "
-        f"without {'it' if len(named) == 1 else 'them'}. Loosen a constraint, or use more devices."
-    )
-
-
-def _devices(cluster: ClusterSpec) -> str:
-    return f"{cluster.size} device{'s' if cluster.size > 1 else ''} of {cluster}"
 
 
 def _limiting(costs: Costs) -> list[Constraint]:
@@ -181,24 +166,18 @@ def fits(costs: Costs, per_call: bool = False) -> bool:
         return True
     if size <= MOST_SEARCHED and AutoMapping(costs).first is not None:
         return True
-    return (
-        per_call
-        and size <= MOST_SAMPLED
-        and mcmc(costs, deadline=Deadline.of(SECONDS), evaluations=SAMPLES) is not None
-    )
+    sampled = per_call and size <= MOST_SAMPLED
+    return sampled and mcmc(costs, deadline=Deadline.of(SECONDS), evaluations=SAMPLES) is not None
 
 
 def smallest_cluster(costs: Costs, per_call: bool = False) -> ClusterSpec | None:
     """The cluster with the fewest further nodes, like its last, on which everything fits."""
-    low = high = len(costs.cluster.nodes)
+    low, high = len(costs.cluster.nodes), 2 * len(costs.cluster.nodes)
     most = max(MOST_SEARCHED if _limiting(costs) else MOST_DEVICES, 2 * costs.cluster.size)
-    while (larger := grown(costs, high * 2)).cluster.size <= most:
-        high = high * 2
-        if fits(larger, per_call):
-            break
-        low = high
-    else:
-        return None
+    while not fits(grown(costs, high), per_call):
+        low, high = high, 2 * high
+        if grown(costs, high).cluster.size > most:
+            return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(grown(costs, middle), per_call) else (middle, high)
@@ -231,5 +210,4 @@ def _together(costs: Costs) -> Need:
         active = np.maximum(both[:, None, 1], asked[None, :, 1]).reshape(-1)
         both = np.stack([static, active], axis=1)
         both = both[undominated(both)]
-    least = float(both.sum(axis=1).min(initial=math.inf))
-    return Need(least, min(costs.capacity), mesh.size)
+    return Need(float(both.sum(axis=1).min(initial=math.inf)), min(costs.capacity), mesh.size)

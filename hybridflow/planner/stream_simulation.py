@@ -48,7 +48,6 @@ class DecodingSpeed:
         return cls(base=max(0.0, seconds - m * per_row), per_row=per_row, **others)
 
     def step(self, rows: int) -> float:
-        """Seconds of a step."""
         return self.base + rows * self.per_row
 
 
@@ -60,7 +59,6 @@ class ResponseLengths:
     ratio: Ratio
 
     def draw(self, random: Random) -> int:
-        """Tokens of a response."""
         factor = math.exp(math.log(self.ratio) / TAIL * random.gauss(0.0, 1.0))
         return max(1, round(self.median * min(factor, self.ratio)))
 
@@ -81,32 +79,23 @@ def drawn(lengths: ResponseLengths | Sequence[int], random: Random) -> Iterator[
 class StreamRun:
     """A loop that trains `batches` batches of a stream; seconds and tokens.
 
-    Training a batch takes `train_seconds` and `train_seconds_per_token` of its prompts and responses, and each weight
-    sync `sync_seconds` of the trainer and of all replicas. The end of a response is known `report_seconds` later, as
-    of replicas that report after each of their calls. A sync interrupts the rows under way, whose keys and values
-    are computed again unless `keep_kv`. `lengths` are those of all responses in the order of admission, again from the
-    first when they end, or a distribution.
-
-    With `max_staleness=0` this is the synchronous loop: on one set of devices if replicas and training use all of
-    them, since they alternate. `whole_batches` with `max_staleness=1` is one-step-off: prompts start, and weights
-    arrive, between two batches only.
-
-    On a machine with `cores` (None: one for each process), the replicas that have rows and, while a batch is trained,
-    `train_processes` further processes share them: where these are more than the cores, all are slower alike.
-    """
+    With `max_staleness=0` this is the synchronous loop: on one set of devices if replicas and training use all of them,
+    since they alternate. `whole_batches` with `max_staleness=1` is one-step-off: prompts start, and weights arrive,
+    between two batches only. Of `lengths` that are given, each is that of a response in the order of admission, again
+    from the first when they end."""
 
     options: StreamOptions
     replicas: Size
     speed: DecodingSpeed
     lengths: ResponseLengths | Sequence[int]
     prompt_tokens: Count = 0
-    train_seconds: NonNegative = 0.0
-    train_seconds_per_token: NonNegative = 0.0
-    sync_seconds: NonNegative = 0.0
-    report_seconds: NonNegative = 0.0
-    keep_kv: bool = False
+    train_seconds: NonNegative = 0.0  # of a batch
+    train_seconds_per_token: NonNegative = 0.0  # of its prompts and responses
+    sync_seconds: NonNegative = 0.0  # of the trainer and of all replicas
+    report_seconds: NonNegative = 0.0  # until the end of a response is known, as of replicas that report after calls
+    keep_kv: bool = False  # else a sync makes replicas compute keys and values of the rows under way again
     whole_batches: bool = False
-    cores: Positive | None = None
+    cores: Positive | None = None  # that busy replicas and training share, all slower alike (None: one for each)
     train_processes: Size = 1
     batches: Size = 16
     warm_up: Count = 4
@@ -122,16 +111,16 @@ class StreamRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStream:
-    """`rows_per_second` after the warm-up; shares of all time in which the trainer trains, and in which the mean
-    replica has rows; `recomputed`: tokens whose keys and values were computed again, per token that was decoded;
-    `staleness_mean` and `staleness_max` over batches."""
-
     rows_per_second: float
+    """After the warm-up."""
     trainer_busy: float
     rollout_busy: float
+    """Shares of all time in which the trainer trains, and in which the mean replica has rows."""
     recomputed: float
+    """Tokens whose keys and values were computed again, per token that was decoded."""
     staleness_mean: float
     staleness_max: float
+    """Over batches."""
     given_up: int
 
 
@@ -177,7 +166,6 @@ class DecodingReplica:
         return self.now + self.stalled + max(0.0, self.running[0][0] - self.steps) * self.speed.step(len(self.running))
 
     def decoded(self) -> float:
-        """Tokens of the running rows."""
         return max(0.0, len(self.running) * self.steps - self.starts)
 
     def tokens(self) -> Iterator[tuple[DecodedRow, int]]:
@@ -186,35 +174,6 @@ class DecodingReplica:
             left = min(row.length, max(1, math.ceil(end - self.steps - 1e-6)))
             yield row, row.before + row.length - left
         yield from ((row, row.before) for row in self.waiting)
-
-    def fill(self, version: int, number: int) -> int:
-        """Waiting rows take free slots; returns the `number` of rows that have begun anywhere."""
-        while self.waiting and len(self.running) < self.speed.slots:
-            row = self.waiting.popleft()
-            row.version, number = version, number + 1
-            heapq.heappush(self.running, (self.steps + row.length, number, row))
-            self.starts += self.steps
-            self.stalled += row.context * self.speed.prefill
-        return number
-
-    def finished(self) -> DecodedRow:
-        end, _, row = heapq.heappop(self.running)
-        self.starts -= end - row.length
-        return row
-
-    def withdraw(self, groups: Container[int]) -> list[DecodedRow]:
-        """The rows of these groups leave, each with the tokens that it has as its context."""
-        rows = [
-            DecodedRow(row.group, row.before + row.length - tokens, tokens, tokens)
-            for row, tokens in self.tokens()
-            if row.group in groups
-        ]
-        if rows:
-            self.running = [entry for entry in self.running if entry[2].group not in groups]
-            heapq.heapify(self.running)
-            self.starts = sum(end - row.length for end, _, row in self.running)
-            self.waiting = deque(row for row in self.waiting if row.group not in groups)
-        return rows
 
 
 class Decoding:
@@ -240,7 +199,6 @@ class Decoding:
         return slower
 
     def next_end(self) -> float:
-        """When the next row ends."""
         while self._ends:
             time, number = self._ends[0]
             if number in self.replicas and self.replicas[number].next_end() <= time + 1e-9 * (1.0 + time):
@@ -253,15 +211,21 @@ class Decoding:
         _, number = heapq.heappop(self._ends)
         replica = self.replicas[number]
         replica.pass_until(self.now)
-        row = replica.finished()
+        end, _, row = heapq.heappop(replica.running)
+        replica.starts -= end - row.length
         self.refill(number, version)
         return row
 
     def refill(self, number: int, version: int = 0) -> None:
-        """Waiting rows begin, with weights of this version."""
+        """Waiting rows take free slots, with weights of this version."""
         replica = self.replicas[number]
         replica.pass_until(self.now)
-        self._begun = replica.fill(version, self._begun)
+        while replica.waiting and len(replica.running) < replica.speed.slots:
+            row = replica.waiting.popleft()
+            row.version, self._begun = version, self._begun + 1
+            heapq.heappush(replica.running, (replica.steps + row.length, self._begun, row))
+            replica.starts += replica.steps
+            replica.stalled += row.context * replica.speed.prefill
         if replica.running:
             self.busy.add(number)
             heapq.heappush(self._ends, (replica.next_end(), number))
@@ -269,12 +233,22 @@ class Decoding:
             self.busy.discard(number)
 
     def withdraw(self, groups: Container[int]) -> dict[int, list[DecodedRow]]:
-        """The rows of these groups leave, of each replica that has some; it is not refilled."""
+        """The rows of these groups leave, of each replica that has some, with their tokens as context; it is not
+        refilled."""
         found: dict[int, list[DecodedRow]] = {}
         for number, replica in self.replicas.items():
             replica.pass_until(self.now)
-            if rows := replica.withdraw(groups):
+            rows = [
+                DecodedRow(row.group, row.before + row.length - tokens, tokens, tokens)
+                for row, tokens in replica.tokens()
+                if row.group in groups
+            ]
+            if rows:
                 found[number] = rows
+                replica.running = [entry for entry in replica.running if entry[2].group not in groups]
+                heapq.heapify(replica.running)
+                replica.starts = sum(end - row.length for end, _, row in replica.running)
+                replica.waiting = deque(row for row in replica.waiting if row.group not in groups)
         return found
 
 
@@ -298,18 +272,24 @@ class _StreamSimulation(Decoding):
         run = self.given
         self.admit()
         while len(self.ends) < run.batches:
-            row, known = self.next_end(), self.ended[0][0] if self.ended else math.inf
-            if self.training and self.trained_at <= min(row, known):
+            row_end, known = self.next_end(), self.ended[0][0] if self.ended else math.inf
+            if self.training and self.trained_at <= min(row_end, known):
                 self.pass_until(self.trained_at)
-                self.end_training()
+                self.training, self.unsynced = False, True
+                self.ends.append(self.clock)
+                self.policy.trained()
                 self.proceed()
-            elif known <= row:
+            elif known <= row_end:  # the end of a row becomes known
                 self.pass_until(known)
-                if self.report_row():
+                _, group, versions = self.ended.popleft()
+                if group in self.tokens and self.policy.finished(group, [versions]):
                     self.proceed()
             else:
-                self.pass_until(row)
-                self.end_row()
+                self.pass_until(row_end)
+                row = self.finished(self.policy.version)
+                self.tokens_decoded += row.length
+                versions = range(row.version, self.policy.version + 1)
+                self.ended.append((self.now + run.report_seconds, row.group, versions))
         seconds = self.ends[-1] - (self.ends[run.warm_up - 1] if run.warm_up else 0.0)
         means, maxima = zip(*self.staleness, strict=True)
         return SimulatedStream(
@@ -331,48 +311,33 @@ class _StreamSimulation(Decoding):
 
     def proceed(self) -> None:
         """Whatever follows at once: a sync, further prompts, the next batch."""
-        whole = self.given.whole_batches
-        if self.unsynced and not (whole and self.policy.under_way):
+        run = self.given
+        if self.unsynced and not (run.whole_batches and self.policy.under_way):
             self.sync()
         if not self.training and not self.unsynced and (batch := self.policy.next_batch()) is not None:
             found = self.policy.metrics()
             self.staleness.append((found["stream/staleness_mean"], found["stream/staleness_max"]))
-            self.give_up(batch.given_up)
+            gone = set(batch.given_up)  # their rows leave the replicas at once
+            for number in self.withdraw(gone) if gone else ():
+                self.refill(number, self.policy.version)
+            for group in gone:
+                del self.tokens[group]
             tokens = sum(self.tokens.pop(group) for group in batch.groups)
-            seconds = self.given.train_seconds + tokens * self.given.train_seconds_per_token
             self.training, self.trains_from = True, max(self.now, self.synced_at)
-            self.trained_at = self.trains_from + seconds
+            self.trained_at = self.trains_from + (run.train_seconds + tokens * run.train_seconds_per_token)
         self.admit()
 
     def admit(self) -> None:
-        count, whole = self.policy.capacity, self.given.whole_batches
-        if not count or (whole and self.policy.under_way):
+        run, count = self.given, self.policy.capacity
+        if not count or (run.whole_batches and self.policy.under_way):
             return
-        count = min(count, self.given.options.groups) if whole else count
+        count = min(count, run.options.groups) if run.whole_batches else count
         for group, replica in self.policy.admit(count).items():
-            lengths = list(islice(self.lengths, self.given.options.n))
-            self.tokens[group] = sum(lengths) + len(lengths) * self.given.prompt_tokens
-            self.replicas[int(replica)].waiting.extend(
-                DecodedRow(group, length, self.given.prompt_tokens) for length in lengths
-            )
+            lengths = list(islice(self.lengths, run.options.n))
+            self.tokens[group] = sum(lengths) + len(lengths) * run.prompt_tokens
+            self.replicas[int(replica)].waiting.extend(DecodedRow(group, n, run.prompt_tokens) for n in lengths)
         for number in self.replicas:
             self.refill(number, self.policy.version)
-
-    def end_row(self) -> None:
-        row = self.finished(self.policy.version)
-        self.tokens_decoded += row.length
-        versions = range(row.version, self.policy.version + 1)
-        self.ended.append((self.now + self.given.report_seconds, row.group, versions))
-
-    def report_row(self) -> bool:
-        """The end of a row becomes known. Returns whether its group is complete."""
-        _, group, versions = self.ended.popleft()
-        return group in self.tokens and self.policy.finished(group, [versions])
-
-    def end_training(self) -> None:
-        self.training, self.unsynced = False, True
-        self.ends.append(self.clock)
-        self.policy.trained()
 
     def sync(self) -> None:
         """The trainer waits for it like the replicas."""
@@ -380,17 +345,7 @@ class _StreamSimulation(Decoding):
         self.policy.synced()
         for number, replica in self.replicas.items():
             replica.pass_until(self.now)
-            again = replica.decoded() + len(replica.running) * self.given.prompt_tokens
-            if self.given.keep_kv:
-                again = 0.0
+            again = 0.0 if self.given.keep_kv else replica.decoded() + len(replica.running) * self.given.prompt_tokens
             self.recomputed += again
             replica.stalled += self.given.sync_seconds + again * self.given.speed.prefill
             self.refill(number, self.policy.version)
-
-    def give_up(self, groups: Sequence[int]) -> None:
-        """Their rows leave the replicas at once."""
-        gone = set(groups)
-        for number in self.withdraw(gone) if gone else ():
-            self.refill(number, self.policy.version)
-        for group in gone:
-            del self.tokens[group]

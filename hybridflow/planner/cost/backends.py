@@ -28,9 +28,8 @@ class Backend:
 
     `pipeline` and `tensor`: it has sizes p and t. `stage` as above. `copies`: whole copies of the parameters that
     FSDP's ranks keep. `often`: gradients are reduced after every micro-batch. `offload`: what the stage cuts waits in
-    host memory. `lora`: only adapters are trained. `of_transformers`: layers are those of transformers, which keep
-    more for the backward pass than Megatron's.
-    """
+    host memory. `lora`: only adapters are trained. `of_transformers`: layers are those of transformers, which keep more
+    for the backward pass than Megatron's."""
 
     strategy: Megatron | FSDP | ZeRO
     pipeline: bool = False
@@ -47,12 +46,10 @@ class Backend:
         """Errors: ConfigError for a strategy that the planner has no prices for."""
         if strategy is None:
             return MEGATRON
-        if type(strategy) not in BACKENDS:
-            known = ", ".join(kind.__name__ for kind in BACKENDS)
-            raise ConfigError(
-                f"the planner has no prices for {strategy!r}, it knows {known}. Place this group by hand."
-            )
-        return BACKENDS[type(strategy)](strategy)
+        if (made := BACKENDS.get(type(strategy))) is None:
+            known = f"it knows {', '.join(kind.__name__ for kind in BACKENDS)}"
+            raise ConfigError(f"the planner has no prices for {strategy!r}, {known}. Place this group by hand.")
+        return made(strategy)
 
     @property
     def sharded(self) -> bool:
@@ -77,11 +74,11 @@ class Backend:
 
     def sized(self, parallel: Parallel) -> Megatron | FSDP | ZeRO:
         """The strategy with the sizes of a layout, as far as it has such sizes."""
-        names = {field.name for field in fields(self.strategy)}
         sizes: dict[str, Any] = {"pp": parallel.p, "tp": parallel.t, "dp": parallel.d}
         if getattr(self.strategy, "pp", parallel.p) != parallel.p:
             sizes["stage_layers"] = None  # they were those of other stages
-        return replace(self.strategy, **{name: size for name, size in sizes.items() if name in names})
+        known = {field.name for field in fields(self.strategy)} & {*sizes}
+        return replace(self.strategy, **{name: sizes[name] for name in known})
 
 
 BACKENDS: Mapping[type, Callable[[Any], Backend]] = MappingProxyType(
@@ -106,9 +103,7 @@ MEGATRON = Backend.of(Megatron())
 @lru_cache(maxsize=256)
 def adapters(model: ModelSpec, lora: LoRA) -> tuple[float, float]:
     """Elements of a decoder layer's adapters, and columns that these read and write, on average over the layers.
-
-    Errors: ConfigError for a target that is no linear layer of the model.
-    """
+    Errors: ConfigError for a target that is no linear layer of the model."""
     linear = [
         (name.removesuffix(".weight"), shape)
         for layer in range(model.layers)

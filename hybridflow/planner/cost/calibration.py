@@ -35,10 +35,8 @@ _STEP = 1e-3  # of finite differences
 @dataclass(frozen=True)
 class Observation:
     """One call that took `seconds`: `kind` of `model` on the first p*t*d devices of `cluster`, under `workload`.
-
-    Errors: ConfigError for another kind and for seconds that are not positive, PlacementError for more devices than
-    the cluster has.
-    """
+    Errors: ConfigError for another kind and for seconds that are not positive, PlacementError for more devices than the
+    cluster has."""
 
     cluster: ClusterSpec  # or a description, see `ClusterSpec.of`
     model: ModelSpec
@@ -59,7 +57,7 @@ class Observation:
             )
 
     def predicted(self, coefficients: Coefficients) -> float:
-        """Seconds that the costs says."""
+        """Seconds of the call by `Costs`."""
         call = Call("observed.call", "observed", "call", self.kind)
         trained = frozenset() if self.kind == "inference" else frozenset({"observed"})
         graph = Graph((call,), (), {"observed": self.model}, trained)
@@ -68,10 +66,8 @@ class Observation:
 
 
 def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT) -> Coefficients:
-    """Coefficients under which the costs predicts `observations`, near `start`.
-
-    Errors: ConfigError without observations, and for those of different devices.
-    """
+    """Coefficients under which `Costs` predicts `observations`, near `start`. Errors: ConfigError without observations,
+    and for those of different devices."""
     from scipy.optimize import least_squares  # takes a while to import
 
     require(bool(observations), "calibrate needs at least one observation.")

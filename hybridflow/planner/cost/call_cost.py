@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 from hybridflow.planner.cost.hardware import Coefficients, Seconds
 from hybridflow.planner.cost.pipeline_cost import (
@@ -46,15 +45,13 @@ WAITS = ("tensor_parallel", "pipeline", "data_parallel")
 
 @dataclass(frozen=True)
 class CallCost:
-    """`seconds` of one call of one iteration; `parts` are their causes and add up to them.
-
-    `busy` is the share of them in which a device works; in the rest it waits for messages or for other stages.
-    `latency`: seconds from the admission of a stream's longest response to its end, perhaps of several iterations.
-    """
+    """Of one call of one iteration."""
 
     seconds: float
     parts: Mapping[str, float]
+    """Seconds by cause, which add up to all."""
     latency: float = 0.0
+    """Seconds from the admission of a stream's longest response to its end, perhaps of several iterations."""
 
     @classmethod
     def of(cls, **parts: float) -> CallCost:
@@ -62,6 +59,7 @@ class CallCost:
 
     @property
     def busy(self) -> float:
+        """The share of the seconds in which a device works instead of waiting for messages or for other stages."""
         waits = sum(self.parts.get(name, 0.0) for name in WAITS)
         return 1.0 - waits / self.seconds if self.seconds else 1.0
 
@@ -75,7 +73,6 @@ class CallCost:
         return f"{LIMITS.get(name, name)} ({share:.0%})"
 
     def times(self, factor: float) -> CallCost:
-        """The cost of a call that takes `factor` times as long."""
         if factor == 1.0:
             return self
         parts = {name: value * factor for name, value in self.parts.items()}
@@ -85,70 +82,44 @@ class CallCost:
 REDUCED = 4  # bytes per parameter of a gradient on its way: float32
 
 
-class Messages(NamedTuple):
-    """Seconds of a decoder layer's, and of what lies outside of the layers."""
-
-    layer: float = 0.0
-    ends: float = 0.0
-
-    def beside(self, layers: int, computation: float) -> float:
-        """Seconds of all messages that `computation` seconds do not hide."""
-        return self.layer + self.ends + max(0.0, (layers - 1) * self.layer - computation)
-
-
 def exposed_communication(context: CallContext, rows: float, training: bool) -> tuple[float, float]:
     """Seconds beside the computation of a micro-batch of `rows` rows: of most of them, and of the last before an
     optimizer step."""
-    backend, layers = context.backend, context.size.layers
+    backend, links, size, shards = context.backend, context.links, context.size, context.parallel.shards
     if backend.stage == 1:
         return 0.0, 0.0
+
+    def gathered(elements: float) -> float:  # parameters, in the dtype that computes
+        nbytes = elements / links.t * context.itemsize
+        brought = nbytes / shards / links.host if backend.offload else 0.0
+        return links.collective(nbytes, shards, links.t) + brought
+
+    def summed(elements: float) -> float:  # gradients, and where there are copies of the parameters, among these
+        nbytes, ranks = elements / links.t * REDUCED, shards if backend.sharded else links.d
+        own = nbytes / ranks
+        copies = 2 * links.collective(own, links.d // ranks, links.t * ranks)
+        return links.collective(nbytes, ranks, links.t) + copies + (own / links.host if backend.offload else 0.0)
+
+    def exposed(layer: float, ends: float, computation: float) -> float:  # all messages that computation does not hide
+        return layer + ends + max(0.0, (size.layers - 1) * layer - computation)
+
     forward = stage_pass(context, rows, training=False)[0].total
-    backward = stage_pass(context, rows, training=True)[0].total - forward if training else 0.0
-    gathers = gathered(context) if backend.sharded else Messages()
-    first = gathers.beside(layers, forward)
+    layer, ends = (gathered(size.layer), gathered(size.outside)) if backend.sharded else (0.0, 0.0)
+    first = exposed(layer, ends, forward)
     if not training:
         return first, first
-    sums = summed(context)  # what lies outside of the layers stays gathered from one pass to the next
-    most = last = Messages(gathers.layer + sums.layer, sums.ends)
-    if not backend.often:
-        most = Messages(gathers.layer)
-    return first + most.beside(layers, backward), first + last.beside(layers, backward)
-
-
-def gathered(context: CallContext) -> Messages:
-    """Parameters, in the dtype that computes."""
-    t, size = context.links.t, context.size
-    return Messages(*(_gather(context, n / t * context.itemsize) for n in (size.layer, size.outside)))
-
-
-def _gather(context: CallContext, nbytes: float) -> float:
-    links, shards = context.links, context.parallel.shards
-    brought = nbytes / shards / links.host if context.backend.offload else 0.0
-    return links.collective(nbytes, shards, links.t) + brought
-
-
-def summed(context: CallContext) -> Messages:
-    """Gradients of what is trained, and where there are copies of the parameters, among these."""
-    return Messages(*(_sum(context, n / context.links.t * REDUCED) for n in context.trained))
-
-
-def _sum(context: CallContext, nbytes: float) -> float:
-    links, backend = context.links, context.backend
-    ranks = context.parallel.shards if backend.sharded else links.d
-    own = nbytes / ranks
-    copies = 2 * links.collective(own, links.d // ranks, links.t * ranks)
-    away = own / links.host if backend.offload else 0.0
-    return links.collective(nbytes, ranks, links.t) + copies + away
+    backward = stage_pass(context, rows, training=True)[0].total - forward
+    # what lies outside of the layers stays gathered from one pass to the next
+    last = exposed(layer + summed(context.trained[0]), summed(context.trained[1]), backward)
+    return first + (last if backend.often else exposed(layer, 0.0, backward)), first + last
 
 
 def inference(context: CallContext, rows: float) -> CallCost:
     """`rows` rows over all data parallel ranks; the pipeline is filled once (or once per given micro-batch)."""
-    each = max(1.0, -(-rows // context.links.d))
-    schedule = PipelineSchedule.of(context, each, training=False)
+    schedule = PipelineSchedule.of(context, max(1.0, -(-rows // context.links.d)), training=False)
     parts = schedule.price(context, training=False)
-    parts["data_parallel"] = (
-        schedule.flushes * schedule.micro * exposed_communication(context, schedule.rows, training=False)[0]
-    )
+    each = exposed_communication(context, schedule.rows, training=False)[0]
+    parts["data_parallel"] = schedule.flushes * schedule.micro * each
     parts["fixed"] += context.coefficients.call_seconds
     return CallCost.of(**parts)
 
@@ -167,8 +138,7 @@ def training(context: CallContext, rows: float, minibatches: int, epochs: int) -
 
     A step reduces gradients to the ranks that keep their optimizer state, updates these, and gathers the parameters
     (ZeRO stage 1, Rajbhandari et al. 2020); nothing of that is assumed to overlap with computation. For stages 2 and 3
-    see `exposed_communication`.
-    """
+    see `exposed_communication`."""
     links, size, k, backend = context.links, context.size, context.coefficients, context.backend
     steps = min(minibatches, max(1, int(rows)))
     shard = max(size.stage(links.p)) / links.t
@@ -231,11 +201,13 @@ PREFILL_TOKENS = 8192  # of the prompts that are read in one pass
 
 @dataclass(frozen=True)
 class Waves:
-    """`concurrent` rows of a replica are under way at a time, for `steps` decode steps in all."""
+    """Decoding of the rows of one replica."""
 
     concurrent: float
+    """Rows that are under way at a time."""
     steps: float
-    active: float  # rows in an average step
+    active: float
+    """Rows in an average step."""
 
     @classmethod
     def of(cls, context: CallContext, rows: float, kv_budget: float, ahead: int = 0) -> Waves:
@@ -243,8 +215,7 @@ class Waves:
 
         Whole waves of rows that start together, or rows that follow each other without a gap: whichever ends sooner
         (Graham's bound for list scheduling). Of a stream, rows of `ahead` further batches are under way, and the
-        longest response may take as many more iterations.
-        """
+        longest response may take as many more iterations."""
         work, response = context.workload, context.workload.response
         groups = work.micro_batches or 1
         fitting = math.floor(kv_budget / (work.under_way * cache_bytes(context)))
@@ -252,10 +223,10 @@ class Waves:
         concurrent = float(max(1, min(math.ceil(rows * (1 + ahead) / groups), most, fitting)))
         if ahead:
             steps = max(rows * response.mean / concurrent, response.max / (1 + ahead))
-            return cls(concurrent, steps, rows * response.mean / steps)
-        waves = math.ceil(rows / concurrent) * response.max
-        steady = rows * response.mean / concurrent + (1 - 1 / concurrent) * response.max
-        steps = max(response.max, min(waves, steady) if groups == 1 else waves)
+        else:
+            waves = math.ceil(rows / concurrent) * response.max
+            steady = rows * response.mean / concurrent + (1 - 1 / concurrent) * response.max
+            steps = max(response.max, min(waves, steady) if groups == 1 else waves)
         return cls(concurrent, steps, rows * response.mean / steps)
 
 

@@ -58,10 +58,9 @@ class Option(NamedTuple):
 class Costs:
     """Prices the calls of `graph` on `cluster` under `workload`.
 
-    A plan is worth each further layout of a group only if it saves more than the share `margin` of its seconds.
-    Errors: those of `ClusterSpec` for meshes outside of it, ConfigError for calls and groups that the graph has not,
-    ModelError for sizes that a model cannot be split by, PlacementError for constraints that cannot be kept.
-    """
+    A plan is worth each further layout of a group only if it saves more than the share `margin` of its seconds. Errors:
+    those of `ClusterSpec` for meshes outside of it, ConfigError for calls and groups that the graph has not, ModelError
+    for sizes that a model cannot be split by, PlacementError for constraints that cannot be kept."""
 
     def __init__(
         self,
@@ -96,7 +95,6 @@ class Costs:
         return other
 
     def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Costs:
-        """The costs on another cluster, or of another workload."""
         work, rules = workload or self.workload, self.constraints
         return Costs(cluster, self.graph, work, self.coefficients, self.profile, rules, self.margin)
 
@@ -111,8 +109,7 @@ class Costs:
     def alike(self) -> tuple[tuple[str, ...], ...]:
         """Calls that have one layout, because of what runs them: an optimizer's state is in one place, a group has one
         generation engine, and what functions keep is never moved. Of a group with `OneLayout`, all that do not
-        generate.
-        """
+        generate."""
         found = []
         for group in self.graph.groups:
             calls = self.graph.of_group(group)
@@ -169,7 +166,6 @@ class Costs:
         return [kinds.index(node) for node in self.cluster.nodes]
 
     def shape(self, mesh: Mesh) -> tuple:
-        """Meshes of equal shape cost the same."""
         counts = self.cluster.counts
         price = lambda: tuple((self._kinds[node], count) for node, count in counts(mesh.devices).items())  # noqa: E731
         return self._once(("shape", mesh.bits), price)
@@ -294,9 +290,7 @@ class Costs:
 
     def context(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
         """Inputs of the formulas of a call of this kind (None: of the weights' layout); None for a group of functions.
-
-        Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes.
-        """
+        Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes."""
         return self._once(("context", group, plan, kind), lambda: self._context(group, plan, kind))
 
     def _context(self, group: str, plan: CallPlan, kind: Kind | None) -> CallContext | None:
@@ -330,15 +324,13 @@ class Costs:
 
     @cached_property
     def _launching(self) -> Coefficients:
-        """The coefficients of links: measured messages include their launches."""
         measured = self.profile is not None and self.profile.latency is not None
         return replace(self.coefficients, latency=0.0) if measured else self.coefficients
 
     def kv_budget(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.
 
-        Without `beside`, those of its own group, cut over the devices as well as can be.
-        """
+        Without `beside`, those of its own group, cut over the devices as well as can be."""
         group = self.graph.call(call).group
         context = self.context(group, plan, "generation")
         # on the smallest device, less what the runtime keeps
@@ -374,7 +366,6 @@ class Costs:
         return DeviceMemory() if context is None else memory.static(context, group in self.graph.trained)
 
     def static(self, group: str, plan: CallPlan) -> float:
-        """The sum of `still`."""
         return self.still(group, plan).static
 
     def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, kv_budget: float | None = None) -> float:
@@ -382,8 +373,7 @@ class Costs:
         `kv_budget` for a KV cache, what generation uses of it.
 
         Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
-        weights of its own.
-        """
+        weights of its own."""
         return (self._least(call, plan, home) if kv_budget is None else self.memory(call, plan, kv_budget, home)).active
 
     def _least(self, name: str, plan: CallPlan, home: CallPlan | None) -> DeviceMemory:
@@ -397,8 +387,7 @@ class Costs:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
 
         Ranks with weights of their own keep them in host memory between calls: they come from there, and go back. A
-        group that is not trained, such as a rollout, gets those of another group into weights that it has.
-        """
+        group that is not trained, such as a rollout, gets those of another group into weights that it has."""
         context, there = self.context(group, source), self.context(group, target)
         if context is None or there is None or source == target:
             return 0.0
@@ -477,7 +466,6 @@ class Costs:
         return found
 
     def timeline(self, plan: ExecutionPlan) -> Timeline:
-        """When the calls of `plan` run."""
         kept, busy, latency = self.kept(plan), None, {}
         if self.sharing:
             busy = {call.name: self.beside(call, plan[call.name], 0.0).busy for call in self.calls}

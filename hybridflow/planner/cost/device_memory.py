@@ -7,7 +7,7 @@ data parallel ranks; `Backend` says what else is cut. Active bytes are there whi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from hybridflow.planner.cost.call_cost import LEAST_ROWS, Waves, cache_bytes
@@ -17,7 +17,7 @@ from hybridflow.planner.describe.graph import Kind
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the fullest device. `static` stays between calls, `active` is there while the call runs."""
+    """Bytes on the fullest device."""
 
     parameters: float = 0.0
     gradients: float = 0.0
@@ -25,8 +25,10 @@ class DeviceMemory:
     activations: float = 0.0
     kv_cache: float = 0.0
     logits: float = 0.0
-    weights: float = field(default=0.0)  # a second copy of the parameters, in the layout of a call that has its own
-    gathered: float = 0.0  # parameters of other ranks, and gradients that are not theirs yet
+    weights: float = 0.0
+    """A second copy of the parameters, in the layout of a call that has its own."""
+    gathered: float = 0.0
+    """Parameters of other ranks, and gradients that are not theirs yet."""
 
     @cached_property
     def static(self) -> float:
@@ -78,8 +80,7 @@ def static(context: CallContext, trained: bool) -> DeviceMemory:
 def active(context: CallContext, kind: Kind, rows: float, copy: bool) -> DeviceMemory:
     """The least that a call of `rows` rows (of an optimizer step, in training) adds; `copy`: it has weights of its own.
 
-    Generation needs a KV cache for a few rows at least; `cache` says what it uses where there is more kv_budget.
-    """
+    Generation needs a KV cache for a few rows at least; `cache` says what it uses where there is more kv_budget."""
     own = weights(context) if copy else 0.0
     each = max(1.0, -(-rows // context.parallel.d))
     if kind == "generation":
@@ -89,41 +90,29 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool) -> DeviceM
         return DeviceMemory()
     size, work, t, p = context.size, context.workload, context.parallel.t, context.parallel.p
     schedule = PipelineSchedule.of(context, each, kind == "training")
-    tokens = fullest(context, schedule, each)
+    if work.micro_batches is not None:  # tokens of the fullest micro-batch that rows of usual lengths make
+        tokens = math.ceil(schedule.rows - 1e-9) * work.tokens
+    else:
+        share = math.ceil(each / (2 * p)) if p > 1 else each
+        tokens = max(work.tokens, min(work.micro_tokens, share * work.tokens))
     longer = max(0.0, work.longest - tokens)  # a row that is longer than a micro-batch is one of its own
     answers = max(tokens * work.response.mean / work.tokens, work.response.max)
-    logits = answers * size.vocab / t if size.vocab > 1 else 0.0
+    logits, layer = answers * size.vocab / t if size.vocab > 1 else 0.0, saved_activations(context)
+    # two layers (one computes, the next is on its way) and all that lies outside of the layers
+    gathered = (2 * size.layer + size.outside) / t * context.itemsize if context.backend.sharded else 0.0
     if kind == "inference":
-        gathered, activations = gathered_parameters(context), 2 * (tokens + longer) * saved_activations(context)
+        activations = 2 * (tokens + longer) * layer
         return DeviceMemory(activations=activations, logits=logits * READ, weights=own, gathered=gathered)
     flight = min(p, schedule.micro)  # micro-batches of which the first stage keeps activations (1F1B)
     layers = -(-size.layers // p)
     held = flight * tokens + longer
     if work.recompute:
         inputs = held * layers * size.hidden / context.links.shares * context.itemsize
-        activations = inputs + (tokens + longer) * saved_activations(context)
+        activations = inputs + (tokens + longer) * layer
     else:
-        activations = held * layers * saved_activations(context)
-    gathered = gathered_parameters(context) + unreduced_gradients(context, schedule.micro * schedule.flushes)
+        activations = held * layers * layer
+    gathered += unreduced_gradients(context, schedule.micro * schedule.flushes)
     return DeviceMemory(activations=activations, logits=logits * TRAINED, weights=own, gathered=gathered)
-
-
-def fullest(context: CallContext, schedule: PipelineSchedule, rows: float) -> float:
-    """Tokens of the fullest micro-batch that `rows` rows of usual lengths make."""
-    work, p = context.workload, context.parallel.p
-    if work.micro_batches is not None:
-        return math.ceil(schedule.rows - 1e-9) * work.tokens
-    share = math.ceil(rows / (2 * p)) if p > 1 else rows
-    return max(work.tokens, min(work.micro_tokens, share * work.tokens))
-
-
-def gathered_parameters(context: CallContext) -> float:
-    """Bytes of parameters that ranks with shards have gathered at a time: two layers (one computes, the next is on its
-    way) and all that lies outside of the layers."""
-    if not context.backend.sharded:
-        return 0.0
-    size = context.size
-    return (2 * size.layer + size.outside) / context.parallel.t * context.itemsize
 
 
 def unreduced_gradients(context: CallContext, micro: int) -> float:
@@ -142,8 +131,7 @@ def saved_activations(context: CallContext) -> float:
     attention and a gated MLP): inputs of norms and products (whole unless the ranks share the sequence), and everything
     between, of which a rank has its own shard.
 
-    Layers of transformers also keep what a norm makes, its input in float32, and the activation of the gate.
-    """
+    Layers of transformers also keep what a norm makes, its input in float32, and the activation of the gate."""
     size, t, itemsize = context.size, context.parallel.t, context.itemsize
     norms, wide = 4.0, 3
     if context.backend.of_transformers:

@@ -29,8 +29,7 @@ class Coefficients:
     constants, each with its source. Efficiencies are shares of the data sheet's figure; a matrix product of which a
     device has n columns runs at `compute * n / (n + half_columns)` of the peak. Launches of a layer overlap with the
     device's work: the larger of the two counts. Other seconds are those of a device's host process, hidden only where a
-    pipeline decodes other rows meanwhile.
-    """
+    pipeline decodes other rows meanwhile."""
 
     device: str = ""
     compute: PositiveFraction = 0.7  # of the peak, in matrix products
@@ -49,7 +48,6 @@ class Coefficients:
     error: NonNegative = 0.03  # relative, of predictions: by more than this a further layout of a group must win
 
     def save(self, path: str | Path) -> None:
-        """Write YAML."""
         Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False))  # type: ignore[call-overload]
 
     @classmethod
@@ -66,27 +64,29 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Achievable rates of one device of the mesh: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory,
-    `link` [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. The
-    slowest member of a group decides. `local` neighbours of the mesh lie in one node. `shares` ranks of a tensor
-    parallel group share what is not cut (sequence parallelism: t, else 1). `host` [bytes/s] copies to and from host
-    memory. `launch` [s] comes before the first message of every collective.
-    """
+    """Achievable rates of one device of the mesh [bytes/s]; the slowest member of a group decides."""
 
     local: int
+    """Neighbours of the mesh that lie in one node."""
     memory: float
     flops: float
+    """At the peak."""
     bandwidth: float
+    """Of the device's memory."""
     link: float
     network: float
+    """Of a whole node, which its devices share."""
     latency: float
     network_latency: float
     host: float
+    """Copies to and from host memory."""
     launch: float = 0.0
+    """Seconds before the first message of every collective."""
     p: int = 1
     t: int = 1
     d: int = 1
     shares: int = 1
+    """Ranks of a tensor parallel group that share what is not cut (sequence parallelism: t, else 1)."""
 
     @classmethod
     def of(cls, cluster: ClusterSpec, mesh: Mesh, dtype: DType, k: Coefficients) -> LinkModel:

@@ -70,9 +70,8 @@ class LayerProfile:
     """Curves measured on `device`. Those with t > 1 contain their collectives.
 
     `slowdown` is that of a node (see `NodeSpec`), `latency` [s] and `bandwidth` [bytes/s] those of messages inside it,
-    `call_seconds` those of a call beside what its engine does (None: not measured).
-    Errors: ConfigError for a file that is missing or holds something else.
-    """
+    `call_seconds` those of a call beside what its engine does (None: not measured). Errors: ConfigError for a file that
+    is missing or holds something else."""
 
     device: str
     curves: tuple[Curve, ...] = ()
@@ -107,10 +106,7 @@ class LayerProfile:
         """Measured seconds at `number` tokens, rows or elements: (computing, waiting for others); None if not
         measured."""
         curve: Curve | None = self.__dict__["_index"].get((architecture(model), kind, t, d))
-        if curve is None:
-            return None
-        seconds = curve.at(number)
-        return seconds * curve.busy, seconds * (1 - curve.busy)
+        return None if curve is None else (curve.at(number) * curve.busy, curve.at(number) * (1 - curve.busy))
 
     def layer(self, model: ModelSpec, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
         """The measured seconds; `formula` if not measured."""
@@ -139,9 +135,9 @@ class LayerProfile:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Write YAML."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        own |= {"curves": [_plain(c) for c in self.curves], "slowdown": [list(pair) for pair in self.slowdown]}
+        own["curves"] = [{**asdict(curve), "points": [list(point) for point in curve.points]} for curve in self.curves]
+        own["slowdown"] = [list(pair) for pair in self.slowdown]
         Path(path).write_text(yaml.safe_dump(own, sort_keys=False))
 
     @classmethod
@@ -161,7 +157,3 @@ def architecture(model: ModelSpec) -> str:
     sizes = (model.hidden, model.intermediate, model.heads, model.kv_heads, model.head_dim)
     output = f"-{model.vocab}" if model.head == "lm" else ""
     return f"{model.family}-" + "-".join(map(str, sizes)) + output
-
-
-def _plain(curve: Curve) -> dict[str, Any]:
-    return {**asdict(curve), "points": [list(point) for point in curve.points]}

@@ -55,25 +55,13 @@ class Sizes:
         output = total - layer * model.layers - embedding - model.hidden
         if model.head == "lm" and model.tied:
             output = embedding  # the last stage keeps a copy of what it computes logits with
-        return Sizes(
-            hidden=model.hidden,
-            intermediate=model.intermediate,
-            layers=model.layers,
-            queries=model.heads * model.head_dim,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            vocab=model.vocab if model.head == "lm" else 1,
-            layer=layer,
-            tensors=len(model.layer_tensors(0)),
-            embedding=embedding,
-            output=output,
-            total=total,
-            window=model.sliding_window,
-        )
+        same = {name: getattr(model, name) for name in ("hidden", "intermediate", "layers", "kv_heads", "head_dim")}
+        queries, vocab = model.heads * model.head_dim, model.vocab if model.head == "lm" else 1
+        parts = {"layer": layer, "tensors": len(model.layer_tensors(0)), "embedding": embedding, "output": output}
+        return Sizes(**same, **parts, queries=queries, vocab=vocab, total=total, window=model.sliding_window)
 
     @property
     def outside(self) -> int:
-        """Elements of what lies outside of the layers."""
         return self.total - self.layers * self.layer
 
     def keys_on(self, t: int) -> float:
@@ -83,8 +71,7 @@ class Sizes:
     def stage(self, p: int) -> tuple[float, float]:
         """Elements of the first and of the last of p stages (the same when p is 1); larger stages come first."""
         if p == 1:
-            both = self.total
-            return both, both
+            return self.total, self.total
         most, least = -(-self.layers // p), self.layers // p
         return most * self.layer + self.embedding, least * self.layer + self.hidden + self.output
 
@@ -148,11 +135,13 @@ def layer_products(context: CallContext, tokens: float) -> float:
     return attention + product(context, tokens, 3 * hidden * wide, wide)
 
 
-def layer_backward(context: CallContext, forward: Seconds, frozen: float = 0.0) -> Seconds:
-    """Twice the products (by inputs and by weights), traffic and launches, and one all-reduce for each of the
-    forward's. `frozen` are seconds of products with weights that get no gradient."""
-    launches = 2 * LAUNCHES * context.coefficients.latency if forward.total else 0.0
-    return Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel).launched(launches)
+def backward(context: CallContext, forward: Seconds, trained: float, frozen: float = 0.0) -> Seconds:
+    """Twice the products (by inputs and by weights), traffic and launches, one all-reduce for each of the forward's,
+    and the gradients of `trained` parameters, cut by t: they go into the sums of their mini-batch, written and read as
+    they are, the float32 sums read and written. `frozen`: seconds of products with weights that get no gradient."""
+    links, launches = context.links, 2 * LAUNCHES * context.coefficients.latency if forward.total else 0.0
+    twice = Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel).launched(launches)
+    return twice.plus(Seconds(memory=trained / links.t * 2 * (context.itemsize + SUMS) / links.bandwidth))
 
 
 def output_forward(context: CallContext, tokens: float) -> Seconds:
@@ -190,8 +179,7 @@ class PipelineSchedule:
 
         Without `Workload.micro_batches` they are one schedule of micro-batches of at most `micro_tokens` tokens, in a
         pipeline at least 2p of them, as our engines cut them. With it, they are cut into that number of parts, which
-        fill the pipeline one after another, each with p micro-batches (2p in training), as ReaL's do.
-        """
+        fill the pipeline one after another, each with p micro-batches (2p in training), as ReaL's do."""
         p, work = context.parallel.p, context.workload
         most = max(1, math.ceil(rows))
         if work.micro_batches is None:
@@ -207,17 +195,10 @@ class PipelineSchedule:
         """Seconds by cause of all passes over these rows: forward, and in training backward (1F1B or any schedule whose
         bubble is p - 1 micro-batches)."""
         stage, message = stage_pass(context, self.rows, training)
-        p = context.parallel.p
-        bubble = (p - 1) * stage.total
-        passing = (self.micro + p - 1) * message
-        busy = stage.times(self.micro * self.flushes)
-        return {
-            "compute": busy.compute,
-            "memory": busy.memory,
-            "tensor_parallel": busy.tensor_parallel,
-            "pipeline": self.flushes * (bubble + passing),
-            "fixed": busy.fixed,
-        }
+        p, busy = context.parallel.p, stage.times(self.micro * self.flushes)
+        waits = (p - 1) * stage.total + (self.micro + p - 1) * message
+        parts = busy._asdict()
+        return parts | {"pipeline": self.flushes * waits, "fixed": parts.pop("fixed")}
 
 
 def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Seconds, float]:
@@ -237,39 +218,21 @@ def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Secon
 
 def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool) -> Seconds:
     """Forward of a layer over a micro-batch; in training with backward, and forward again where it is recomputed."""
-    forward, frozen = layer_forward(context, tokens, pairs), 0.0
-    if context.backend.lora is not None:
-        frozen = layer_products(context, tokens)
-        forward = forward.plus(adapter_forward(context, tokens))
-    backward = layer_backward(context, forward, frozen).plus(gradient_accumulation(context, context.trained[0]))
+    forward, frozen, lora = layer_forward(context, tokens, pairs), 0.0, context.backend.lora
+    if lora is not None:  # each adapter: two thin products, whose inputs are read, and outputs read, added to, written
+        frozen, (elements, sides) = layer_products(context, tokens), adapters(context.model, lora)
+        moved = tokens * 2 * sides * context.itemsize / context.links.bandwidth
+        forward = forward.plus(Seconds(product(context, tokens, elements, lora.rank), moved))
+    back = backward(context, forward, context.trained[0], frozen)
     forward = context.measured("forward", tokens, forward)
     if not training:
         return forward
-    return forward.times(2 if context.workload.recompute else 1).plus(context.measured("backward", tokens, backward))
+    return forward.times(2 if context.workload.recompute else 1).plus(context.measured("backward", tokens, back))
 
 
 def output_pass(context: CallContext, tokens: float, training: bool) -> Seconds:
     forward = output_forward(context, tokens)
     frozen = forward.compute if context.backend.lora is not None else 0.0
-    backward = layer_backward(context, forward, frozen).plus(
-        gradient_accumulation(context, 0.0 if frozen else context.size.output)
-    )
+    back = backward(context, forward, 0.0 if frozen else context.size.output, frozen)
     forward = context.measured("output", tokens, forward)
-    return forward.plus(context.measured("output_backward", tokens, backward)) if training else forward
-
-
-def adapter_forward(context: CallContext, tokens: float) -> Seconds:
-    """Forward of a layer's adapters: two thin products each, whose inputs are read and whose outputs are read, added to
-    and written."""
-    lora = context.backend.lora
-    assert lora is not None
-    elements, sides = adapters(context.model, lora)
-    arithmetic = product(context, tokens, elements, lora.rank)
-    return Seconds(arithmetic, tokens * 2 * sides * context.itemsize / context.links.bandwidth)
-
-
-def gradient_accumulation(context: CallContext, elements: float) -> Seconds:
-    """A micro-batch's gradients of `elements` parameters, cut by t, go into the sums of their mini-batch: written and
-    read as they are, the float32 sums read and written."""
-    links = context.links
-    return Seconds(memory=elements / links.t * 2 * (context.itemsize + SUMS) / links.bandwidth)
+    return forward.plus(context.measured("output_backward", tokens, back)) if training else forward

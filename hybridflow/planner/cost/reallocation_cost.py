@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import NamedTuple
@@ -24,26 +24,85 @@ from hybridflow.planner.describe.mesh import CallPlan
 from hybridflow.topology import GenerationGrid, RankGrid
 
 Floats = NDArray[np.floating]
-
-
 Grid = RankGrid | GenerationGrid
+PTD = tuple[int, int, int]
 
 
 class Volume(NamedTuple):
-    """Bytes of the busiest device inside a node (received or sent, whichever is more) and of the busiest node's
-    network; `messages` of the device that gets most. A device receives at most `received` bytes, all of them receive
-    `busy` times as many on average."""
+    """Bytes that a change of layout moves."""
 
     inside: float
+    """Received or sent inside a node by its busiest device, whichever is more."""
     between: float
+    """Of the busiest node's network."""
     messages: int
+    """Of the device that gets most."""
     received: float = 0.0
+    """At most by a device; all of them receive `busy` times as many on average."""
     busy: float = 1.0
 
 
-def _counted(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequence[int]) -> Volume:
-    """`held_RA` and `needed_RA` are 1 where a rank holds or needs a part, `nodes` [R] the node of each rank from 0."""
-    at_R = np.array(nodes)
+@dataclass(frozen=True)
+class LayoutChange:
+    """Both layouts by sizes and by positions in the union of both meshes."""
+
+    size: Sizes
+    source: PTD
+    target: PTD
+    source_at: tuple[int, ...]
+    target_at: tuple[int, ...]
+    nodes: tuple[int, ...]
+    """Of the union."""
+    regrouped: bool = True
+    """Where sizes divide, groups of the target are those that keep what a rank holds."""
+
+    @classmethod
+    def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> LayoutChange:
+        before, after = source.parallel.weights, target.parallel.weights
+        if source.mesh == target.mesh:
+            counts = tuple(cluster.counts(source.mesh.devices).values())
+            return _inside_mesh(size, before, after, counts, source.parallel.shards == 1)
+        union = sorted({*source.mesh.devices, *target.mesh.devices})
+        at = {device: i for i, device in enumerate(union)}
+        first: dict[int, int] = {}
+        nodes = tuple(first.setdefault(cluster.node_of(device), len(first)) for device in union)
+        here, there = (tuple(at[device] for device in one.mesh.devices) for one in (source, target))
+        return cls(size, before, after, here, there, nodes)
+
+    @property
+    def grids(self) -> tuple[Grid, Grid]:
+        """On the same devices the target's groups are those of the paper's rule, which keep what a rank holds, where
+        its sizes divide the source's."""
+        (p, t, d), (q, u, e) = self.source, self.target
+        source = RankGrid(p, t, d)
+        if self.regrouped and self.source_at == self.target_at and p % q == 0 and t % u == 0:
+            return source, source.generation(q, u, "hybridflow")
+        return source, RankGrid(q, u, e)
+
+
+def _inside_mesh(size: Sizes, source: PTD, target: PTD, counts: tuple[int, ...], regrouped: bool) -> LayoutChange:
+    """On one mesh, given its devices of each node. Where equal blocks of neighbours each hold the whole model in both
+    layouts, every block finds in itself what it needs, and the first one is priced; else all."""
+    (p, t, d), (q, u, e), ranks, node = source, target, sum(counts), counts[0]
+    block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
+    if block >= ranks or ranks % block or len(set(counts)) > 1:
+        block = ranks
+    parts, at = ranks // block, tuple(range(block))
+    nodes = tuple(islice((n for n, count in enumerate(counts) for _ in range(count)), block))
+    return LayoutChange(size, (p, t, d // parts), (q, u, e // parts), at, at, nodes, regrouped)
+
+
+@lru_cache(maxsize=65536)
+def volume(change: LayoutChange, itemsize: int) -> Volume:
+    """Counted without a plan: 1 where a rank (R) of a node (N) holds or needs a part (A) of a tensor."""
+    size, (source, target) = change.size, change.grids
+    rows, at_R = math.lcm(source.t, target.t), np.array(change.nodes)
+    spans, weight = layer_spans(size, source.p, target.p)
+    held_RA, needed_RA = (
+        _held(spans, grid, at, rows, size.layers, len(at_R))
+        for grid, at in ((source, change.source_at), (target, change.target_at))
+    )
+    bytes_A = np.array([weight[name] / rows * itemsize for name in spans], dtype=np.float32).repeat(rows)
     on_NR: Floats = np.zeros((int(at_R.max()) + 1, len(at_R)), dtype=np.float32)
     on_NR[at_R, range(len(at_R))] = 1
     missing_RA = needed_RA * (1 - held_RA)
@@ -67,73 +126,6 @@ def _counted(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequenc
 def _copies(wanted: Floats, held: Floats) -> Floats:
     """Copies that each of the `held` holders sends to `wanted` others."""
     return np.where(held > 0, wanted / np.maximum(held, 1), 0).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class LayoutChange:
-    """Both layouts by sizes and by positions in the union of both meshes; `nodes` are those of the union.
-
-    `regrouped`: where sizes divide, groups of the target are those that keep what a rank holds.
-    """
-
-    size: Sizes
-    source: tuple[int, int, int]
-    target: tuple[int, int, int]
-    source_at: tuple[int, ...]
-    target_at: tuple[int, ...]
-    nodes: tuple[int, ...]
-    regrouped: bool = True
-
-    @classmethod
-    def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> LayoutChange:
-        if source.mesh == target.mesh:
-            counts = tuple(cluster.counts(source.mesh.devices).values())
-            made = _inside_mesh(size, source.parallel.weights, target.parallel.weights, counts)
-            return made if source.parallel.shards == 1 else replace(made, regrouped=False)
-        union = sorted({*source.mesh.devices, *target.mesh.devices})
-        at = {device: i for i, device in enumerate(union)}
-        first: dict[int, int] = {}
-        nodes = tuple(first.setdefault(cluster.node_of(device), len(first)) for device in union)
-        here, there = (tuple(at[device] for device in one.mesh.devices) for one in (source, target))
-        return cls(size, source.parallel.weights, target.parallel.weights, here, there, nodes)
-
-    @property
-    def grids(self) -> tuple[Grid, Grid]:
-        """On the same devices the target's groups are those of the paper's rule, which keep what a rank holds, where
-        its sizes divide the source's."""
-        (p, t, d), (q, u, e) = self.source, self.target
-        source = RankGrid(p, t, d)
-        if self.regrouped and self.source_at == self.target_at and p % q == 0 and t % u == 0:
-            return source, source.generation(q, u, "hybridflow")
-        return source, RankGrid(q, u, e)
-
-
-def _inside_mesh(
-    size: Sizes, source: tuple[int, int, int], target: tuple[int, int, int], counts: tuple[int, ...]
-) -> LayoutChange:
-    """On one mesh, given its devices of each node. Where equal blocks of neighbours each hold the whole model in both
-    layouts, every block finds in itself what it needs, and the first one is priced; else all."""
-    (p, t, d), (q, u, e), ranks, node = source, target, sum(counts), counts[0]
-    block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
-    if block >= ranks or ranks % block or len(set(counts)) > 1:
-        block = ranks
-    parts, at = ranks // block, tuple(range(block))
-    nodes = tuple(islice((n for n, count in enumerate(counts) for _ in range(count)), block))
-    return LayoutChange(size, (p, t, d // parts), (q, u, e // parts), at, at, nodes)
-
-
-@lru_cache(maxsize=65536)
-def volume(exchange: LayoutChange, itemsize: int) -> Volume:
-    """The volume of an exchange, counted without its plan."""
-    size, (source, target) = exchange.size, exchange.grids
-    rows = math.lcm(source.t, target.t)
-    spans, weight = layer_spans(size, source.p, target.p)
-    held, needed = (
-        _held(spans, grid, at, rows, size.layers, len(exchange.nodes))
-        for grid, at in ((source, exchange.source_at), (target, exchange.target_at))
-    )
-    each = np.array([weight[name] / rows * itemsize for name in spans], dtype=np.float32).repeat(rows)
-    return _counted(held, needed, each, exchange.nodes)
 
 
 def _held(
@@ -166,8 +158,7 @@ def _boundaries(layers: int, p: int) -> list[int]:
 
 
 def spans_of_stage(spans: Mapping[str, tuple[int, int]], p: int, stage: int, layers: int) -> list[str]:
-    cuts = _boundaries(layers, p)
-    low, high = cuts[stage], cuts[stage + 1]
+    low, high = _boundaries(layers, p)[stage : stage + 2]
     inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]
     return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == p - 1)
 
@@ -190,9 +181,8 @@ def reallocation(
     """Seconds, and the share of the devices that receive: the busiest device's messages inside its node, the busiest
     node's between nodes, or copies, whichever is more; then memory and work for every tensor and message.
 
-    Host processes read each other's memory. `fresh`: the target's memory is allocated for the move.
-    Errors: PlacementError when a mesh is not in the cluster.
-    """
+    Host processes read each other's memory. `fresh`: the target's memory is allocated for the move. Errors:
+    PlacementError when a mesh is not in the cluster."""
     moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
     if not moved.messages:
         return 0.0, 1.0

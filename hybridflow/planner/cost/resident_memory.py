@@ -83,8 +83,7 @@ class PlacedGroup:
 def check_resident(groups: Sequence[PlacedGroup], device: float, leaving: PlacedGroup | None = None) -> str:
     """Why the groups, all on one device of `device` bytes, do not fit, and what to change; "" where they may.
 
-    `leaving` is a group of that name in its old layout, which it has until its state has moved.
-    """
+    `leaving` is a group of that name in its old layout, which it has until its state has moved."""
     phases = {
         f"{group.name} {phase}": {one.name: one.resident(phase * (one is group), device) for one in groups}
         for group in groups

@@ -60,8 +60,7 @@ class Timeline:
 class Node(NamedTuple):
     """A unit of the schedule in every iteration: call number `call`, or a move of weights from call `moved_from` to it.
 
-    It waits for `before`, pairs (node, distance).
-    """
+    It waits for `before`, pairs (node, distance)."""
 
     call: int
     moved_from: int | None
@@ -129,8 +128,7 @@ class GraphSchedule:
     """The nodes of a graph, so that one plan after the other can be timed without looking at the graph again.
 
     A device takes calls in the order in which the driver makes them, as hosts do. With `sharing`, calls that run at
-    once slow each other down.
-    """
+    once slow each other down."""
 
     def __init__(self, graph: Graph, *, iterations: int = 3, sharing: Contention | None = None) -> None:
         good = type(iterations) is int and iterations >= 1
@@ -156,8 +154,7 @@ class GraphSchedule:
     ) -> tuple[list[float], list[float]]:
         """Start and stop of each node of each iteration, from `seconds` and device `masks` of the nodes.
 
-        A node of mask 0 needs no device. `shares` are those of the seconds in which its devices work (default: 1).
-        """
+        A node of mask 0 needs no device. `shares` are those of the seconds in which its devices work (default: 1)."""
         if self._interrupting:  # the trainer's side of a sync counts in `least` only: rollouts do not wait for it
             masks = [mask & masks[i + 1] if i in self._interrupting else mask for i, mask in enumerate(masks)]
         count, rounds = len(self.nodes), self.iterations
@@ -222,9 +219,8 @@ def simulate(
 
     `reallocation(group, source, target)` are the seconds that weights take from one call's layout to another's (None:
     they are there at once). Calls that the plan leaves out need no device, and take no time unless `seconds` names
-    them. With `sharing`, `busy` are the shares of their seconds in which devices of calls work (default: 1).
-    `latency` as for `GraphSchedule.least`. Errors: ConfigError when a call of a placed group has no plan or no seconds.
-    """
+    them. With `sharing`, `busy` are the shares of their seconds in which devices of calls work (default: 1). `latency`
+    as for `GraphSchedule.least`. Errors: ConfigError when a call of a placed group has no plan or no seconds."""
     schedule = GraphSchedule(graph, iterations=iterations, sharing=sharing)
     for call in graph.calls:
         if call.name not in plan and call.group in graph.groups and call.kind != "function":

@@ -24,34 +24,30 @@ _SIZES = ("memory", "bandwidth", "link", "network", "host")
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator: `memory` [bytes], dense peak `flops` by dtype [FLOP/s], `bandwidth` of its memory [bytes/s].
-
-    `link` [bytes/s, one way] is the usual bandwidth between neighbours inside a node, `network` [bytes/s, one way] that
-    of a whole node to the others; a `NodeSpec` or `ClusterSpec` may override them. `host` [bytes/s, one way] is the
-    bandwidth of copies between device and host memory.
-
-    Errors: ConfigError for a size that is not a positive number, or without a single dtype.
-    """
+    """One accelerator; bandwidths in bytes/s, those of links one way. Errors: ConfigError for a size that is not a
+    positive number, or without a single dtype."""
 
     name: str
     memory: Positive
     flops: Mapping[DType, float]
+    """Dense peak [FLOP/s] by dtype."""
     bandwidth: Positive
+    """Of its memory."""
     link: Positive = 25 * GIGA
+    """Usual one between neighbours inside a node; a `NodeSpec` may override it."""
     network: Positive = 12.5 * GIGA
+    """Usual one of a whole node to the others; a `ClusterSpec` may override it."""
     host: Positive = 25 * GIGA
+    """Of copies between device and host memory."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        who, known = f"DeviceSpec {self.name!r}", get_args(DType)
         if not isinstance(self.flops, Mapping) or not self.flops:
-            raise ConfigError(f"DeviceSpec {self.name!r}: give flops for at least one dtype, {{'bfloat16': 312e12}}.")
+            raise ConfigError(f"{who}: give flops for at least one dtype, {{'bfloat16': 312e12}}.")
         for dtype, peak in self.flops.items():
-            known = ", ".join(get_args(DType))
-            good = dtype in get_args(DType)
-            require(good, f"DeviceSpec {self.name!r}: models have no dtype {dtype!r}. Known: {known}.")
-            require(
-                is_number(peak) and peak > 0, f"DeviceSpec {self.name!r}: flops[{dtype!r}]={peak!r} must be above 0."
-            )
+            require(dtype in known, f"{who}: models have no dtype {dtype!r}. Known: {', '.join(known)}.")
+            require(is_number(peak) and peak > 0, f"{who}: flops[{dtype!r}]={peak!r} must be above 0.")
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory, self.bandwidth))
@@ -115,10 +111,8 @@ DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
 
 
 def device(name: str) -> DeviceSpec:
-    """The accelerator called `name` in any case ("A100" and "a100-80gb" mean the same).
-
-    Errors: ConfigError for an unknown one.
-    """
+    """The accelerator called `name` in any case ("A100" and "a100-80gb" mean the same). Errors: ConfigError for an
+    unknown one."""
     if not isinstance(name, str):
         raise ConfigError(f"device {name!r} is not a name. Known: {', '.join(DEVICES)}.")
     key = name.strip().lower().replace("_", "-")
@@ -156,8 +150,7 @@ class NodeSpec:
 
     `slowdown` are pairs (devices that work at once, how much slower each of them is than alone), ascending, for devices
     that share something, such as logical devices the cores of a host. Errors: ConfigError for a size that is not
-    positive.
-    """
+    positive."""
 
     device: DeviceSpec
     count: Size
@@ -179,10 +172,8 @@ class NodeSpec:
 @dataclass(frozen=True)
 class ClusterSpec:
     """Devices are counted through from node to node; `bandwidth` [bytes/s, one way] is that of a whole node to the
-    network, shared by its devices, and `latency` [s] that of a message between nodes.
-
-    Errors: ConfigError for a cluster without nodes or a size that is not positive.
-    """
+    network, shared by its devices, and `latency` [s] that of a message between nodes. Errors: ConfigError for a cluster
+    without nodes or a size that is not positive."""
 
     nodes: tuple[NodeSpec, ...]
     bandwidth: Positive
@@ -198,10 +189,9 @@ class ClusterSpec:
 
     @classmethod
     def of(cls, text: str | ClusterSpec) -> ClusterSpec:
-        """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here" ("here:4": as
-        four devices). The network is the usual one of the devices (the slowest of the parts) unless a part says
-        "@200Gbps". Errors: ConfigError for another form, an unknown device, sizes below 1.
-        """
+        """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here" ("here:4": as four
+        devices). The network is the usual one of the devices (the slowest of the parts) unless a part says "@200Gbps".
+        Errors: ConfigError for another form, an unknown device, sizes below 1."""
         if isinstance(text, ClusterSpec):
             return text
         if not isinstance(text, str):
@@ -256,11 +246,9 @@ class ClusterSpec:
 
     @cached_property
     def _counts(self) -> dict[tuple[int, int], dict[int, int]]:
-        """What `counts` has found, by first and last device."""
         return {}
 
     def devices_of(self, node: int) -> range:
-        """The devices of node `node`, as numbers in the cluster."""
         return range(self._ends[node] - self.nodes[node].count, self._ends[node])
 
     def __str__(self) -> str:
@@ -285,13 +273,9 @@ def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
     if match is None:
         raise ConfigError(f"cluster {text!r}: {part!r} is not of the form DEVICE:NODESxDEVICES. {_FORM}")
     spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
+    who, many = f"cluster {text!r}", f"{nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster."
     good = nodes >= 1 and count >= 1
-    require(good, f"cluster {text!r}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
-    require(
-        nodes * count <= MOST_DEVICES,
-        f"cluster {text!r}: {nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster.",
-    )
-    network = spec.network
-    if match["network"]:
-        network = float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8
-    return [NodeSpec(spec, count, spec.link)] * nodes, network
+    require(good, f"{who}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
+    require(nodes * count <= MOST_DEVICES, f"{who}: {many}")
+    network = match["network"] and float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8
+    return [NodeSpec(spec, count, spec.link)] * nodes, network or spec.network

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 from hybridflow.errors import PlacementError, nearest
 from hybridflow.planner.describe.mesh import Mesh, Parallel
@@ -32,15 +33,11 @@ class Pin:
 
     def joined(self, other: Pin) -> Pin | None:
         """Both pins of a group as one; None where they contradict each other."""
-        both = []
-        for name in ("devices", "parallel", "generate"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine is not None and theirs is not None and mine != theirs:
-                return None
-            both.append(theirs if mine is None else mine)
-        if both[0] is not None and any(x.size != len(both[0]) for x in both[1:] if x is not None):
+        both = [(getattr(self, name), getattr(other, name)) for name in ("devices", "parallel", "generate")]
+        if any(mine is not None and theirs is not None and mine != theirs for mine, theirs in both):
             return None
-        return Pin(self.group, *both)
+        with suppress(PlacementError):
+            return Pin(self.group, *(theirs if mine is None else mine for mine, theirs in both))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -95,30 +92,33 @@ Constraint = Pin | Cap | Apart | Together | OneLayout
 
 
 class Rules:
-    """Constraints, checked against each other and ready to be asked.
-
-    Errors: PlacementError for an unknown group, devices beyond the cluster, and for constraints that contradict each
-    other, naming them.
-    """
+    """Constraints, checked against each other and ready to be asked. Errors: PlacementError for an unknown group,
+    devices beyond the cluster, and for constraints that contradict each other, naming them."""
 
     def __init__(self, constraints: Sequence[Constraint], groups: Sequence[str], devices: int) -> None:
-        self.constraints = tuple(constraints)
-        for constraint in self.constraints:
+        self.pins: dict[str, Pin] = {}
+        for constraint in constraints:
             _check_known(constraint, groups, devices)
-        self.pins = _pins(self.constraints)
-        caps = sorted((c for c in self.constraints if isinstance(c, Cap)), key=lambda cap: -cap.devices)
+            if isinstance(constraint, Pin):
+                known = self.pins.get(constraint.group)
+                if (both := constraint if known is None else known.joined(constraint)) is None:
+                    raise PlacementError(f"{known} and {constraint} contradict each other: give one of them.")
+                self.pins[constraint.group] = both
+        caps = sorted((c for c in constraints if isinstance(c, Cap)), key=lambda cap: -cap.devices)
         self.caps = {cap.group: cap for cap in caps}
-        self.apart = [c for c in self.constraints if isinstance(c, Apart)]
-        self.together = [c for c in self.constraints if isinstance(c, Together)]
-        self.one_layout = tuple(dict.fromkeys(c.group for c in self.constraints if isinstance(c, OneLayout)))
-        joined = _joined(self.together, groups)
+        self.apart = [c for c in constraints if isinstance(c, Apart)]
+        self.together = [c for c in constraints if isinstance(c, Together)]
+        self.one_layout = tuple(dict.fromkeys(c.group for c in constraints if isinstance(c, OneLayout)))
+        joined = {group: (group,) for group in groups}  # all groups on the devices of each
+        for pair in self.together:
+            merged = tuple(dict.fromkeys(joined[pair.first] + joined[pair.second]))
+            joined |= dict.fromkeys(merged, merged)
         for members in dict.fromkeys(joined.values()):
             self._check_sizes(members, devices)
         for parted in self.apart:
             self._check_parted(parted, joined[parted.first], joined[parted.second], devices)
 
     def devices(self, group: str) -> tuple[int, ...] | None:
-        """The devices that a group is pinned to."""
         return self.pins[group].devices if group in self.pins else None
 
     def pinned_sizes(self, group: str, parallel: Parallel) -> bool:
@@ -128,12 +128,9 @@ class Rules:
 
     def allows(self, group: str, mesh: Mesh, parallel: Parallel, generates: bool = False) -> bool:
         """A call of this group may run so, as far as this group's own constraints go."""
-        if not self.allows_mesh(group, mesh):
-            return False
-        if (pin := self.pins.get(group)) is None:
-            return True
-        asked = pin.generate if generates else pin.parallel
-        return asked is None or asked.sizes == parallel.sizes
+        pin = self.pins.get(group)
+        asked = pin and (pin.generate if generates else pin.parallel)
+        return self.allows_mesh(group, mesh) and (asked is None or asked.sizes == parallel.sizes)
 
     def allows_mesh(self, group: str, mesh: Mesh) -> bool:
         """Some call of this group may run there, as far as this group's own constraints go."""
@@ -159,16 +156,12 @@ class Rules:
                     )
                 for cap in (self.caps[group] for group in members if group in self.caps):
                     if size > cap.devices:
-                        raise PlacementError(
-                            f"{pin} and {cap} contradict each other: {size} devices are pinned, {cap.devices} "
-                            f"allowed{because}."
-                        )
+                        both, allowed = f"{pin} and {cap} contradict each other", f"{cap.devices} allowed{because}"
+                        raise PlacementError(f"{both}: {size} devices are pinned, {allowed}.")
             one = pin.group in self.one_layout
             if (one or because) and len(set(pin.sizes)) > 1:
-                rule = OneLayout(pin.group) if one else self._why(members)
-                raise PlacementError(
-                    f"{pin} and {rule} contradict each other: generation is pinned to other devices than training."
-                )
+                both = f"{pin} and {OneLayout(pin.group) if one else self._why(members)} contradict each other"
+                raise PlacementError(f"{both}: generation is pinned to other devices than training.")
         for first, second in combinations(pins, 2):
             both = first.devices is not None and second.devices is not None
             if first.devices != second.devices if both else {*first.sizes} != {*second.sizes}:
@@ -178,45 +171,18 @@ class Rules:
         if first == second:
             raise PlacementError(f"{parted} and {self._why(first)} contradict each other: drop one of them.")
         a, b = ([self.pins[group] for group in members if group in self.pins] for members in (first, second))
-        for mine in a:
-            for other in b:
-                if common := {*(mine.devices or ())} & {*(other.devices or ())}:
-                    raise PlacementError(
-                        f"{parted} contradicts {mine} and {other}: both are pinned to devices "
-                        f"{Mesh(tuple(sorted(common)))}."
-                    )
+        for mine, other in product(a, b):
+            if common := {*(mine.devices or ())} & {*(other.devices or ())}:
+                where = Mesh(tuple(sorted(common)))
+                raise PlacementError(f"{parted} contradicts {mine} and {other}: both are pinned to devices {where}.")
         most = [max([(size, str(pin)) for pin in pins for size in pin.sizes], default=(1, "")) for pins in (a, b)]
         if (asked := most[0][0] + most[1][0]) > devices:
             named = " and ".join([str(parted), *(text for _, text in most if text)])
-            raise PlacementError(
-                f"{named} {'contradict each other: they ask' if any(text for _, text in most) else 'asks'} for "
-                f"{asked} devices at least, and the cluster has {devices}."
-            )
+            verb = "contradict each other: they ask" if any(text for _, text in most) else "asks"
+            raise PlacementError(f"{named} {verb} for {asked} devices at least, and the cluster has {devices}.")
 
     def _why(self, members: Sequence[str]) -> Together:
         return next(c for c in self.together if c.first in members)
-
-
-def _pins(constraints: Sequence[Constraint]) -> dict[str, Pin]:
-    """The joined pins of each group."""
-    found: dict[str, Pin] = {}
-    for pin in constraints:
-        if not isinstance(pin, Pin):
-            continue
-        known = found.get(pin.group)
-        if (both := pin if known is None else known.joined(pin)) is None:
-            raise PlacementError(f"{known} and {pin} contradict each other: give one of them.")
-        found[pin.group] = both
-    return found
-
-
-def _joined(together: Sequence[Together], groups: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """For each group, all groups on its devices, including itself."""
-    found = {group: (group,) for group in groups}
-    for pair in together:
-        merged = tuple(dict.fromkeys(found[pair.first] + found[pair.second]))
-        found |= dict.fromkeys(merged, merged)
-    return found
 
 
 def _check_known(constraint: Constraint, groups: Sequence[str], devices: int) -> None:
@@ -228,6 +194,5 @@ def _check_known(constraint: Constraint, groups: Sequence[str], devices: int) ->
     if len(named) == 2 and named[0] == named[1]:
         raise PlacementError(f"{constraint} names the same group twice.")
     if isinstance(constraint, Pin) and constraint.devices is not None and constraint.devices[-1] >= devices:
-        raise PlacementError(
-            f"{constraint}: device {constraint.devices[-1]} is not in the cluster, which has 0 to {devices - 1}."
-        )
+        last = f"device {constraint.devices[-1]} is not in the cluster, which has 0 to {devices - 1}"
+        raise PlacementError(f"{constraint}: {last}.")

@@ -5,7 +5,7 @@ A `GraphBuilder` records the calls of the loop body, iteration after iteration, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -22,55 +22,49 @@ HELPER = "hybridflow"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a group's method in an iteration.
-
-    `name` is "group.method"; a second call of the same in an iteration is "group.method#2". `rows` are relative to the
-    workload's: 1.0 is all responses of an iteration. `minibatches` and `epochs` are those of a training call.
-
-    A call of `hf.stream` may have weights that are `ahead` updates (its `max_staleness`) older than in a synchronous
-    loop. `continuous`: it generates without a pause between batches, not one whole batch after the other.
-    """
+    """One call of a group's method in an iteration."""
 
     name: str
+    """"group.method"; a second call of the same in an iteration is "group.method#2"."""
     group: str
     method: str
     kind: Kind
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     rows: float = 1.0
+    """Relative to the workload's: 1.0 is all responses of an iteration."""
     minibatches: int = 1
     epochs: int = 1
     ahead: int = 0
+    """Updates (`max_staleness`) by which a stream's weights may be older than in a synchronous loop."""
     continuous: bool = False
+    """It generates without a pause between batches, not one whole batch after the other."""
 
 
 @dataclass(frozen=True)
 class Edge:
     """`target` waits for `source`: for columns that it wrote ("data"), for the weights that it stepped ("parameters"),
-    or because the driver reads what it wrote before it issues `target` ("driver"); then so do moves of its weights.
-
-    `distance` is 0 within an iteration, 1 from the iteration before, and more for weights of a stream.
-    """
+    or because the driver reads what it wrote before it issues `target` ("driver"); then so do moves of its weights."""
 
     source: str
     target: str
     kind: EdgeKind
     columns: tuple[str, ...] = ()
     distance: int = 0
+    """0 within an iteration, 1 from the iteration before, and more for weights of a stream."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """`calls` in program order. `models` by group: None where a group runs functions. `trained` are the groups whose
-    weights a call of the loop steps. `strategies` by group are what its model is trained and kept with: `Megatron`
-    where none is given.
-    """
-
     calls: tuple[Call, ...]
+    """In program order."""
     edges: tuple[Edge, ...]
     models: Mapping[str, ModelSpec | None]
+    """By group; None where it runs functions."""
     trained: frozenset[str]
+    """Groups whose weights a call of the loop steps."""
     strategies: Mapping[str, TrainStrategy] = field(default_factory=dict)
+    """By group, what its model is trained and kept with: `Megatron` where none is given."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Call]:
@@ -95,7 +89,6 @@ class Graph:
         return frozenset(call.group for call in self.calls if call.kind == "generation")
 
     def into(self, name: str) -> tuple[Edge, ...]:
-        """The edges that a call waits for."""
         return tuple(edge for edge in self.edges if edge.target == name)
 
 
@@ -120,8 +113,7 @@ def home(graph: Graph, group: str) -> str:
 def moves(graph: Graph) -> tuple[WeightMove, ...]:
     """Every use of weights that may lie in another layout where they were before, in program order.
 
-    They come from the call that stepped them, those of a frozen group from where they stay.
-    """
+    They come from the call that stepped them, those of a frozen group from where they stay."""
     found, at = [], {call.name: i for i, call in enumerate(graph.calls)}
     for call in graph.calls:
         steps = [edge for edge in graph.into(call.name) if edge.kind == "parameters"]
@@ -146,8 +138,7 @@ class GraphBuilder:
     """Collects the calls of a loop. `begin` an iteration, tell every `call`, then ask for the `graph`.
 
     The last iteration is taken as the one that all others are like; two are enough to see what reaches from one into
-    the next, unless the first is unlike the others.
-    """
+    the next, unless the first is unlike the others."""
 
     models: dict[str, ModelSpec | None] = field(default_factory=dict)
     strategies: dict[str, TrainStrategy] = field(default_factory=dict)
@@ -188,8 +179,7 @@ class GraphBuilder:
         epochs: int = 1,
     ) -> Source:
         """`reads` gives the writers of each column (none: the prompts have it). `rows` are in any unit: a graph's are
-        relative to the rows that are generated. Returns what later calls name as the writer of these columns.
-        """
+        relative to the rows that are generated. Returns what later calls name as the writer of these columns."""
         reads, count = reads or {}, sum(c.group == group and c.method == method for c in self._calls.values())
         name = f"{group}.{method}" + (f"#{count + 1}" if count else "")
         given = Call(name, group, method, kind, tuple(reads), tuple(writes), rows, minibatches, epochs, *self.stream)
@@ -229,9 +219,20 @@ class GraphBuilder:
             for (source, target, kind), columns in self._edges.items()
             if source.call in self._calls and self.iteration - source.iteration <= 1
         ]
-        edges += self._next_versions({edge.target for edge in edges if edge.kind == "parameters"})
-        calls = tuple(self._as_planned(call) for call in self._calls.values())
-        models = {call.group: self.models.get(call.group) for call in calls}
+        known = {edge.target for edge in edges if edge.kind == "parameters"}
+        for call in self._calls.values():  # whose group was stepped for the first time after it: the next iteration's
+            stepped = self._versions.get(call.group)
+            if call.name not in known and stepped is not None and stepped.call in self._calls:
+                edges.append(Edge(stepped.call, call.name, "parameters", distance=1))
+        models = {call.group: self.models.get(call.group) for call in self._calls.values()}
+        calls = tuple(  # rows are relative to all; a group without a model computes a function
+            replace(
+                call,
+                rows=call.rows / self.rows,
+                kind="function" if call.kind == "inference" and models[call.group] is None else call.kind,
+            )
+            for call in self._calls.values()
+        )
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
         graph = Graph(calls, tuple(edges), models, self.trained, strategies)
         ahead = {call.name: call.ahead for call in calls}
@@ -241,25 +242,16 @@ class GraphBuilder:
         ]
         return replace(graph, edges=tuple(edges))
 
-    def _without_implied(self, graph: Graph) -> tuple[Edge, ...]:
+    def _without_implied(self, graph: Graph) -> Iterator[Edge]:
         """The edges, without those of the driver that follow from what the call waits for; where its weights may move
         first, from what these wait for."""
         moved = {move.target: {Source(move.source, self.iteration - move.distance)} for move in moves(graph)}
-        needed = []
+        of = {edge: Source(edge.source, self.iteration - edge.distance) for edge in graph.edges}
         for edge in graph.edges:
-            others = [other for other in graph.into(edge.target) if other.kind != "driver"]
-            before = moved.get(edge.target, {self._source(other) for other in others})
-            if edge.kind != "driver" or self._source(edge) not in before | self._behind(before):
-                needed.append(edge)
-        return tuple(needed)
-
-    def _source(self, edge: Edge) -> Source:
-        return Source(edge.source, self.iteration - edge.distance)
-
-    def _as_planned(self, call: Call) -> Call:
-        """With rows relative to all rows; a group without a model computes a function."""
-        functional = call.kind == "inference" and self.models.get(call.group) is None
-        return replace(call, rows=call.rows / self.rows, kind="function" if functional else call.kind)
+            others = {of[other] for other in graph.into(edge.target) if other.kind != "driver"}
+            before = moved.get(edge.target, others)
+            if edge.kind != "driver" or of[edge] not in before | self._behind(before):
+                yield edge
 
     @property
     def rows(self) -> float:
@@ -269,15 +261,4 @@ class GraphBuilder:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The groups that were trained in this iteration."""
         return frozenset(call.group for call in self._calls.values() if call.kind == "training")
-
-    def _next_versions(self, known: set[str]) -> list[Edge]:
-        """What calls wait for whose group was stepped for the first time after them: the next iteration's need it."""
-        return [
-            Edge(self._versions[call.group].call, call.name, "parameters", distance=1)
-            for call in self._calls.values()
-            if call.name not in known
-            and call.group in self._versions
-            and self._versions[call.group].call in self._calls
-        ]

@@ -18,10 +18,8 @@ MANY_NODES = 16
 
 @dataclass(frozen=True)
 class Mesh:
-    """A set of devices, by their numbers in the cluster (node after node), ascending.
-
-    Errors: PlacementError for no device, a negative number, or numbers that do not ascend.
-    """
+    """A set of devices, by their numbers in the cluster (node after node), ascending. Errors: PlacementError for no
+    device, a negative number, or numbers that do not ascend."""
 
     devices: tuple[int, ...]
 
@@ -51,7 +49,6 @@ class Mesh:
         return hash(self.bits)
 
     def overlaps(self, other: Mesh) -> bool:
-        """Some device is in both, so calls on the two take turns."""
         return bool(self.bits & other.bits)
 
     def __str__(self) -> str:
@@ -61,10 +58,8 @@ class Mesh:
 @dataclass(frozen=True)
 class Parallel:
     """Pipeline, tensor and data parallel sizes. `shards` data parallel ranks, neighbours among these, share one copy of
-    the parameters (FSDP, ZeRO 3); with 1 each has its own.
-
-    Errors: PlacementError for a size below one, and for shards that do not divide d.
-    """
+    the parameters (FSDP, ZeRO 3); with 1 each has its own. Errors: PlacementError for a size below one, and for shards
+    that do not divide d."""
 
     p: int = 1
     t: int = 1
@@ -105,8 +100,7 @@ class CallPlan:
     parallel: Parallel
 
     def __post_init__(self) -> None:
-        if self.mesh.size != self.parallel.size:
-            p = self.parallel
+        if self.mesh.size != (p := self.parallel).size:
             raise PlacementError(
                 f"p*t*d = {p.p}*{p.t}*{p.d} = {p.size} devices do not fill a mesh of {self.mesh.size} devices."
             )
@@ -128,53 +122,46 @@ ExecutionPlan = Mapping[str, CallPlan]  # by the name of the call
 def sizes(cluster: ClusterSpec) -> list[int]:
     """Numbers of devices that a set may get: any within a node, then whole neighbouring nodes.
 
-    Of more than 16 equal nodes those numbers that differ by an eighth at most, and all but a power of two of them.
-    """
+    Of more than 16 equal nodes those numbers that differ by an eighth at most, and all but a power of two of them."""
     counts = [node.count for node in cluster.nodes]
-    found = set(range(1, max(counts) + 1))
-    if len(set(counts)) == 1 and len(counts) > MANY_NODES:
-        return sorted(found | {counts[0] * nodes for nodes in _some(len(counts))})
-    for first in range(len(counts)) if len(set(counts)) > 1 else [0]:
-        found |= set(accumulate(counts[first:]))
-    return sorted(found)
-
-
-def _some(nodes: int) -> set[int]:
-    found, step = {nodes}, 1
+    found, nodes, step = set(range(1, max(counts) + 1)), len(counts), 1
+    if len(set(counts)) > 1 or nodes <= MANY_NODES:
+        for first in range(nodes) if len(set(counts)) > 1 else [0]:
+            found |= set(accumulate(counts[first:]))
+        return sorted(found)
+    some = {nodes}
     for number in range(1, nodes):
         if number == step * MANY_NODES:
             step *= 2
         if number % step == 0:
-            found.add(number)
+            some.add(number)
         if number.bit_count() == 1:
-            found.add(nodes - number)
-    return found
+            some.add(nodes - number)
+    return sorted(found | {counts[0] * number for number in some})
 
 
 def packings(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> Iterator[list[Mesh]]:
     """All ways to give each set a mesh, from its size or, pinned, the mesh itself, without overlap; of ways that differ
     only in which of equal devices a set has, some."""
-    found = {i: mesh for i, mesh in enumerate(asked) if isinstance(mesh, Mesh)}
+    pinned = {i: mesh for i, mesh in enumerate(asked) if isinstance(mesh, Mesh)}
     taken = 0
-    for mesh in found.values():
+    for mesh in pinned.values():
         if taken & mesh.bits:
             return
         taken |= mesh.bits
+
+    def place(order: Sequence[tuple[int, int]], taken: int, found: Mapping[int, Mesh]) -> Iterator[list[Mesh]]:
+        if not order:
+            yield [found[i] for i in range(len(asked))]
+            return
+        (i, size), *rest = order
+        for mesh in _candidates(cluster, size, taken):
+            yield from place(rest, taken | mesh.bits, {**found, i: mesh})
+
     # large sets first: what is left of the nodes then takes the small ones
-    order = sorted([(i, n) for i, n in enumerate(asked) if isinstance(n, int)], key=lambda one: -one[1])
-    for made in _place(cluster, order, taken, found):
-        yield [made[i] for i in range(len(asked))]
-
-
-def _place(
-    cluster: ClusterSpec, order: Sequence[tuple[int, int]], taken: int, found: Mapping[int, Mesh]
-) -> Iterator[Mapping[int, Mesh]]:
-    if not order:
-        yield found
-        return
-    (i, size), *rest = order
-    for mesh in _candidates(cluster, size, taken):
-        yield from _place(cluster, rest, taken | mesh.bits, {**found, i: mesh})
+    yield from place(
+        sorted([(i, n) for i, n in enumerate(asked) if isinstance(n, int)], key=lambda one: -one[1]), taken, pinned
+    )
 
 
 def _candidates(cluster: ClusterSpec, size: int, taken: int) -> Iterator[Mesh]:
@@ -204,18 +191,16 @@ def meshes(cluster: ClusterSpec) -> list[Mesh]:
     """Meshes that calls may run on (ReaL, section 4): whole neighbouring nodes, or a slice of one node whose size is a
     power of two and which starts at a multiple of it.
 
-    Beyond 16 nodes runs of nodes are as slices are: powers of two, aligned; and the whole cluster.
-    """
+    Beyond 16 nodes runs of nodes are as slices are: powers of two, aligned; and the whole cluster."""
     found: dict[tuple[int, ...], None] = {}
     for node in range(len(cluster.nodes)):
         devices = cluster.devices_of(node)
         for size in powers(len(devices)):
-            for start in range(0, len(devices) - size + 1, size):
-                found[tuple(devices[start : start + size])] = None
+            found |= {tuple(devices[i : i + size]): None for i in range(0, len(devices) - size + 1, size)}
     count = len(cluster.nodes)
-    lengths = range(1, count + 1) if count <= MANY_NODES else [*powers(count), count]
-    for length in lengths:
-        for start in range(0, count - length + 1, 1 if count <= MANY_NODES else length):
+    many = count > MANY_NODES
+    for length in [*powers(count), count] if many else range(1, count + 1):
+        for start in range(0, count - length + 1, length if many else 1):
             first, last = cluster.devices_of(start), cluster.devices_of(start + length - 1)
             found[tuple(range(first[0], last[-1] + 1))] = None
     return [Mesh(devices) for devices in found]
@@ -224,18 +209,11 @@ def meshes(cluster: ClusterSpec) -> list[Mesh]:
 def strategies(model: ModelSpec | None, size: int, node: int) -> list[Parallel]:
     """All p, t, d on `size` devices that the model can be cut by; tensor parallel groups lie within `node` neighbours.
 
-    A group without a model (functions) is data parallel.
-    """
+    A group without a model (functions) is data parallel."""
     if model is None:
         return [Parallel(d=size)]
-    found = []
-    for t in divisors(size):
-        if node % t or not model.divides(t):
-            continue
-        for p in divisors(size // t):
-            if p <= model.layers:
-                found.append(Parallel(p, t, size // t // p))
-    return found
+    tensor = (t for t in divisors(size) if node % t == 0 and model.divides(t))
+    return [Parallel(p, t, size // t // p) for t in tensor for p in divisors(size // t) if p <= model.layers]
 
 
 def generation_sizes(train: Parallel) -> list[Parallel]:

@@ -13,10 +13,8 @@ from hybridflow.settings import Positive, Size, check_fields, is_number, require
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths in tokens: their `mean`, `max` and mean square (attention works on pairs of tokens).
-
-    Errors: ConfigError for lengths that are not positive, or whose figures contradict each other.
-    """
+    """Lengths in tokens: their `mean`, `max` and mean square (attention works on pairs of tokens). Errors: ConfigError
+    for lengths that are not positive, or whose figures contradict each other."""
 
     mean: Positive
     max: Positive
@@ -49,15 +47,13 @@ class Lengths:
 class Workload:
     """One iteration: `rows` responses (`responses_per_prompt` of them share a prompt), and how they are trained on.
 
-    `prompt` and `response` take what `Lengths.of` takes. `minibatches` and `epochs` hold for training calls that do
-    not say otherwise. `recompute` trains with activation recomputation. `micro_tokens` is the token budget of a
+    `prompt` and `response` take what `Lengths.of` takes. `minibatches` and `epochs` hold for training calls that do not
+    say otherwise. `recompute` trains with activation recomputation. `micro_tokens` is the token budget of a
     micro-batch; `micro_batches` per data parallel rank are those of another system's runs instead, for `calibrate`.
     With `sequence_parallel` the ranks of a tensor parallel group share what lies between the cut matrices, too, and
     hand it to the next stage once. With `time_sharing` two updates that follow each other run together where they have
-    one layout with several stages (`hf.together`).
-
-    Errors: ConfigError for sizes that are not positive, and for more responses per prompt than rows.
-    """
+    one layout with several stages (`hf.together`). Errors: ConfigError for sizes that are not positive, and for more
+    responses per prompt than rows."""
 
     rows: Size
     prompt: Any  # given as what Lengths.of takes, a Lengths from then on
@@ -83,7 +79,6 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Mean tokens of a row: prompt plus response."""
         return self.prompt.mean + self.response.mean
 
     @property

@@ -281,7 +281,6 @@ class Forecast:
         return np.mean(ends, axis=0).reshape(len(firsts), len(later)).min(axis=1)
 
     def ends(self, scenario: Scenario, plans: _Plans) -> Floats:
-        """Seconds to the end, per plan."""
         seconds, x, c = self.after_first(scenario, plans)
         speeds, own = self.state.speeds, self.state.inference.instances
         left = float(scenario.tokens.sum())

@@ -63,17 +63,9 @@ class RLinf:
             return [Finalize()]
         if state.event == "start":
             return lend_actor(state)
-        if state.event == "rows":
-            return self.after_half(state)
-        return self.at_boundary(state)
-
-    def after_half(self, state: State) -> list[Action]:
-        """RLinf's pre-process: the end of it."""
-        if state.actor.instances or state.done or state.running_rows > int(state.rows * self.threshold):
-            return []
-        return return_actor(state)
-
-    def at_boundary(self, state: State) -> list[Action]:
+        if state.event == "rows":  # its pre-process ends
+            early = state.actor.instances or state.done or state.running_rows > int(state.rows * self.threshold)
+            return [] if early else return_actor(state)
         last = state.done == state.minibatches - 1
         actions = self.release_rollouts(state, last)
         after = applied(state, actions)
@@ -90,8 +82,7 @@ class RLinf:
             return [Release("rollout", rollout.instances)]
         if last and self.wait_before_last:
             return [Wait("rollout"), Release("rollout", rollout.instances)]
-        needed = -(-state.running_rows // state.max_running)
-        most = max(0, rollout.instances - needed)
+        most = max(0, rollout.instances - -(-state.running_rows // state.max_running))
         if rollout.instances <= 1 or not most:
             return []
         allowed = actor.instances + most * rollout.devices // actor.devices
@@ -161,7 +152,6 @@ def next_size(component: Component, allowed: int) -> int:
 
 
 def grow_actor(state: State) -> list[Action]:
-    """The actor takes the largest size that the free devices allow."""
     count = next_size(state.actor, state.actor_room // state.actor.devices) - state.actor.instances
     return [Allocate("actor", count)] if count > 0 else []
 
@@ -192,5 +182,4 @@ def lending_saves(state: State) -> float:
         at_once = min(rows, state.max_running)
         return rows / at_once * mean * (state.speeds.decoding.base + at_once * state.speeds.decoding.per_row)
 
-    more = sum(action.instances for action in lend_actor(state) if isinstance(action, Allocate))
-    return (seconds(state.rollout.instances) - seconds(state.rollout.instances + more)) / state.minibatches
+    return (seconds(state.rollout.instances) - seconds(state.rollout.most)) / state.minibatches

@@ -14,7 +14,6 @@ from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import MAIN, weights
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
 from hybridflow.planner.cost.layer_profile import LayerProfile
-from hybridflow.planner.cost.pipeline_cost import CallContext
 from hybridflow.planner.cost.reallocation_cost import reallocation
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
@@ -32,19 +31,20 @@ _KINDS = 3  # of state that an optimizer moves, in float32
 
 @dataclass(frozen=True)
 class ElasticPlan:
-    """`run` has the sizes at the start, the fastest static split of the devices: rollout instances with the sizes
-    `generate`, actor instances with the sizes `train` (p, t, and d = 1). Predicted seconds of an iteration: `static`
-    where devices stay there, `elastic` where they move as the policy says."""
+    """The fastest static split of the devices, and the predicted seconds of an iteration."""
 
     run: ElasticRun
+    """With the sizes at the start."""
     generate: Parallel
     train: Parallel
+    """Sizes of an instance: p, t, and d = 1."""
     static: float
+    """Where devices stay there."""
     elastic: float
+    """Where devices move as the policy says."""
 
     @property
     def pays(self) -> bool:
-        """Whether devices that move are predicted to save time."""
         return self.elastic < self.static
 
     def __str__(self) -> str:
@@ -73,48 +73,16 @@ def plan_elastic(
     """The fastest static split of the cluster between the rollouts and the actor of a loop, and what `policy` (a name
     or a function, as for `hf.Elastic`) saves from there.
 
-    All calls but generation run on the actor's devices, one after another for each of `minibatches`; inference groups
-    on devices of their own are not considered. `generate` (without pipeline stages) and `train` are the sizes of an
-    instance, d = 1 (default: the fewest devices of a node that hold it, tensor parallel). `lengths` default to a
-    lognormal distribution with the workload's mean and maximum; seconds are means of `iterations` simulated ones.
-
-    Errors: PlacementError for a loop that does not generate in one call and train, or that the cluster is too small
-    for; ConfigError for other settings, and for a policy that raises or answers what is not possible.
-    """
+    All calls but generation run on the actor's devices, one after another for each of `minibatches`. `generate`
+    (without pipeline stages) and `train` are the sizes of an instance, d = 1 (default: the fewest devices of a node
+    that hold it, tensor parallel). `lengths` default to a lognormal distribution with the workload's mean and maximum;
+    seconds are means of `iterations` simulated ones. Errors: PlacementError for a loop that does not generate in one
+    call and train, or that needs a larger cluster; ConfigError for other settings and a policy that is refused."""
     named = POLICIES.get(policy) if isinstance(policy, str) else policy
     if not callable(named):
         raise ConfigError(f"plan_elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.")
     for name, value in (("minibatches", minibatches), ("iterations", iterations)):
         require(type(value) is int and value > 0, f"plan_elastic({name}={value!r}): give a whole number above 0.")
-    generation, others = _calls(graph)
-    rows, n = workload.rows, workload.responses_per_prompt
-    require(
-        rows // n % minibatches == 0,
-        f"plan_elastic(minibatches={minibatches}): the {rows // n} prompts of an iteration are not divided by it.",
-    )
-    once = replace(graph, calls=tuple(replace(call, minibatches=1) for call in graph.calls))
-    one = Costs(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
-    generate, train = _sizes(one, "generate", [generation], generate), _sizes(one, "train", others, train)
-    devices = cluster.size
-    if devices < generate.size + train.size:
-        raise PlacementError(
-            f"an actor on {train.size} devices and a rollout on {generate.size} need more than the {devices} devices "
-            f"of the cluster."
-        )
-    speeds, sync = _speeds(one, generation, others, generate, train)
-    run = ElasticRun(
-        devices=devices, rollout=1, actor=1, prompts=rows // n, n=n, minibatches=minibatches, speeds=speeds,
-        lengths=_distribution(workload.response) if lengths is None else lengths, tp=generate.size, mp=train.size,
-        prompt_tokens=round(workload.prompt.mean), sync_seconds=sync, iterations=iterations,
-    )  # fmt: skip
-    run, static = best_static(run, _splits(devices, generate.size, train.size))
-    found = simulate_elastic(run, named)
-    require(found.refused is None, f"plan_elastic(policy={policy!r}): it was refused. {found.refused}")
-    return ElasticPlan(run, generate, train, static, found.mean)
-
-
-def _calls(graph: Graph) -> tuple[Call, list[Call]]:
-    """The call that generates, and all others."""
     generation = [call for call in graph.calls if call.kind == "generation"]
     trained = [call for call in graph.calls if call.kind == "training"]
     if len(generation) != 1 or not trained:
@@ -122,71 +90,87 @@ def _calls(graph: Graph) -> tuple[Call, list[Call]]:
             f"an elastic loop generates in one call and trains; this one has {len(generation)} calls that generate "
             f"and {len(trained)} that train."
         )
-    return generation[0], [call for call in graph.calls if call.kind != "generation"]
+    rows, n, devices = workload.rows, workload.responses_per_prompt, cluster.size
+    require(
+        rows // n % minibatches == 0,
+        f"plan_elastic(minibatches={minibatches}): the {rows // n} prompts of an iteration are not divided by it.",
+    )
+    once = replace(graph, calls=tuple(replace(call, minibatches=1) for call in graph.calls))
+    costs = Costs(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
+    others = [call for call in graph.calls if call.kind != "generation"]
+    generate, train = _sizes(costs, "generate", generation, generate), _sizes(costs, "train", others, train)
+    if devices < generate.size + train.size:
+        both = f"an actor on {train.size} devices and a rollout on {generate.size}"
+        raise PlacementError(f"{both} need more than the {devices} devices of the cluster.")
+    speeds, sync = _speeds(costs, generation[0], others, generate, train)
+    run = ElasticRun(
+        devices=devices, rollout=1, actor=1, prompts=rows // n, n=n, minibatches=minibatches, speeds=speeds,
+        lengths=_distribution(workload.response) if lengths is None else lengths, tp=generate.size, mp=train.size,
+        prompt_tokens=round(workload.prompt.mean), sync_seconds=sync, iterations=iterations,
+    )  # fmt: skip
+    most = (devices - generate.size) // train.size
+    actors = sorted({max(1, round(most * part / _SPLITS)) for part in range(1, _SPLITS + 1)})
+    run, static = best_static(run, [((devices - actor * train.size) // generate.size, actor) for actor in actors])
+    found = simulate_elastic(run, named)
+    require(found.refused is None, f"plan_elastic(policy={policy!r}): it was refused. {found.refused}")
+    return ElasticPlan(run, generate, train, static, found.mean)
 
 
 def _sizes(costs: Costs, name: str, calls: Sequence[Call], given: Parallel | None) -> Parallel:
     """The given sizes, or the fewest devices of a node, tensor parallel: those on which all calls fit beside what their
     groups keep."""
-    node = min(node.count for node in costs.cluster.nodes)
-    room = min(node.device.memory for node in costs.cluster.nodes) * costs.coefficients.usable_memory
+    nodes, rolls = costs.cluster.nodes, name == "generate"
+    node, room = min(n.count for n in nodes), min(n.device.memory for n in nodes) * costs.coefficients.usable_memory
     models = {call.group: costs.graph.models[call.group] for call in calls}
-    groups = ", ".join(group for group, model in models.items() if model is not None)
-    stages = given is not None and name == "generate" and given.p > 1
-    good = given is None or (given.d == 1 and not stages)
-    require(good, f"plan_elastic({name}={given}): give the sizes of one instance, d=1{', p=1' * (name == 'generate')}.")
+    good = given is None or (given.d == 1 and not (rolls and given.p > 1))
+    require(good, f"plan_elastic({name}={given}): give the sizes of one instance, d=1{', p=1' * rolls}.")
     needed = math.inf
     for size in powers(node) if given is None else [given.size]:
         sizes = given or Parallel(t=size)
         if any(model is not None and not model.divides(sizes.t) for model in models.values()):
             continue
-        needed = _bytes(costs, calls, CallPlan(Mesh.of(0, size), sizes))
+        plan = CallPlan(Mesh.of(0, size), sizes)
+        if rolls:  # a group of its own, without gradients
+            context = costs.context(calls[0].group, plan, "generation")
+            kept = 0.0 if context is None else weights(context)
+        else:
+            kept = sum(costs.static(group, plan) for group in models)
+        needed = kept + max(costs.active(call.name, plan) for call in calls)
         if needed <= room:
             return sizes
     raise PlacementError(
-        f"{groups} with {'up to ' * (given is None)}{given.size if given else node} devices per instance need "
+        f"{', '.join(group for group, model in models.items() if model is not None)} with "
+        f"{'up to ' * (given is None)}{given.size if given else node} devices per instance need "
         f"{needed / GIB:.0f} GiB on each, {room / GIB:.0f} GiB are usable. Give more devices, or recompute=True."
     )
-
-
-def _bytes(costs: Costs, calls: Sequence[Call], plan: CallPlan) -> float:
-    kept = sum(costs.static(group, plan) for group in {call.group for call in calls})
-    if calls[0].kind == "generation":  # a group of its own, without gradients
-        context = costs.context(calls[0].group, plan, "generation")
-        kept = 0.0 if context is None else weights(context)
-    return kept + max(costs.active(call.name, plan) for call in calls)
 
 
 def _speeds(
     costs: Costs, generation: Call, others: Sequence[Call], generate: Parallel, train: Parallel
 ) -> tuple[Speeds, float]:
     """Of one instance each, and the seconds of the weight sync."""
-    replica = CallPlan(Mesh.of(train.size, generate.size), generate)
-    actor = CallPlan(Mesh.of(0, train.size), train)
-    context = costs.context(generation.group, replica, "generation")
+    replica, actor = CallPlan(Mesh.of(train.size, generate.size), generate), CallPlan(Mesh.of(0, train.size), train)
+    context, work = costs.context(generation.group, replica, "generation"), costs.workload
     assert context is not None, "a function that generates"
-    seconds, first = _minibatch(costs, others, actor)
     beside = 0.0 if generation.group in costs.graph.trained else weights(context)
     room = costs.kv_budget(generation.name, replica, beside) / (context.workload.under_way * cache_bytes(context))
-    slots = max(1, min(_ROWS, math.floor(room)))
-    return Speeds(
-        DecodingSpeed.fitted(
-            *((rows, decoding_step(context, rows)) for rows in (1, _ROWS)), prefill=_prefill(context), slots=slots
-        ),
-        train=first,
-        train_per_token=seconds,
-        resize=_resize(costs, others, actor),
-    ), costs.reallocation(generation.group, actor, replica)
-
-
-def _minibatch(costs: Costs, calls: Sequence[Call], plan: CallPlan) -> tuple[float, float]:
-    """Seconds per token of the calls on a mini-batch, and those that do not depend on tokens."""
-    work = costs.workload
-    more = costs.on(costs.cluster, replace(work, rows=2 * work.rows))
-    few, many = (sum(one.cost(call.name, plan).seconds for call in calls) for one in (costs, more))
-    tokens = work.rows * work.tokens
+    prompts = max(1.0, _ROWS / context.workload.responses_per_prompt)
+    decoding = DecodingSpeed.fitted(
+        *((rows, decoding_step(context, rows)) for rows in (1, _ROWS)),
+        prefill=prefill_seconds(context, prompts) / (prompts * context.workload.prompt.mean),
+        slots=max(1, min(_ROWS, math.floor(room))),
+    )
+    # of a mini-batch on the actor: the seconds per token, and those that do not depend on tokens
+    more, tokens = costs.on(costs.cluster, replace(work, rows=2 * work.rows)), work.rows * work.tokens
+    few, many = (sum(one.cost(call.name, actor).seconds for call in others) for one in (costs, more))
     per_token = max(0.0, many - few) / tokens
-    return per_token, max(0.0, few - per_token * tokens)
+    speeds = Speeds(
+        decoding,
+        train=max(0.0, few - per_token * tokens),
+        train_per_token=per_token,
+        resize=_resize(costs, others, actor),
+    )
+    return speeds, costs.reallocation(generation.group, actor, replica)
 
 
 def _resize(costs: Costs, calls: Sequence[Call], plan: CallPlan) -> float:
@@ -204,29 +188,15 @@ def _resize(costs: Costs, calls: Sequence[Call], plan: CallPlan) -> float:
     return seconds
 
 
-def _prefill(context: CallContext) -> float:
-    """Seconds per token of a prompt."""
-    prompts = max(1.0, _ROWS / context.workload.responses_per_prompt)
-    return prefill_seconds(context, prompts) / (prompts * context.workload.prompt.mean)
-
-
-def _splits(devices: int, tp: int, mp: int) -> list[tuple[int, int]]:
-    """(rollout, actor) instances, evenly over what is possible."""
-    most = (devices - tp) // mp
-    actors = {max(1, round(most * part / _SPLITS)) for part in range(1, _SPLITS + 1)}
-    return [((devices - actor * mp) // tp, actor) for actor in sorted(actors)]
-
-
 def _distribution(response: Lengths) -> ResponseLengths:
     """Lognormal with this maximum, which one in a thousand reaches, and this mean or the least that there is."""
+
+    def mean(ratio: float) -> float:  # of a lognormal variable of median 1 that is cut at `ratio`
+        sigma, normal = math.log(ratio) / TAIL, NormalDist()
+        return math.exp(sigma * sigma / 2) * normal.cdf(TAIL - sigma) + ratio * (1 - normal.cdf(TAIL))
+
     low, high = 1.0, response.max
     for _ in range(60):
         ratio = math.sqrt(low * high)
-        low, high = (ratio, high) if response.max / ratio * _mean(ratio) > response.mean else (low, ratio)
+        low, high = (ratio, high) if response.max / ratio * mean(ratio) > response.mean else (low, ratio)
     return ResponseLengths(median=response.max / low, ratio=low)
-
-
-def _mean(ratio: float) -> float:
-    """Of a lognormal variable of median 1 that is cut at `ratio`, which one in a thousand exceeds."""
-    sigma, normal = math.log(ratio) / TAIL, NormalDist()
-    return math.exp(sigma * sigma / 2) * normal.cdf(TAIL - sigma) + ratio * (1 - normal.cdf(TAIL))

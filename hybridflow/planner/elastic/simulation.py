@@ -39,33 +39,26 @@ from hybridflow.settings import Count, NonNegative, Positive, Size, require, set
 
 @settings
 class ElasticRun:
-    """Iterations of `prompts` groups of `n` responses, with a static placement of all components."""
+    """Iterations of `prompts` groups of `n` responses, with a static placement of all components. Of `lengths` that are
+    given, each is that of a row of the iterations in turn, again from the first when they end."""
 
     devices: Size
-    rollout: Size
-    """Instances of `tp` devices."""
-    actor: Size
-    """Instances of `mp` devices."""
+    rollout: Size  # instances of `tp` devices
+    actor: Size  # instances of `mp` devices
     prompts: Size
     n: Size
     minibatches: Size
     speeds: Speeds
     lengths: ResponseLengths | Sequence[int]
-    """Of the rows of all iterations in turn, again from the first when they end, or a distribution."""
     tp: Size = 1
     mp: Size = 1
-    inference: Count = 0
-    """Instances of one device."""
+    inference: Count = 0  # instances of one device
     prompt_tokens: Count = 0
-    actor_sizes: tuple[int, ...] | None = None
-    """Numbers of instances that the actor may have (None: any)."""
-    sync_seconds: NonNegative = 0.0
-    """The weight sync at the end of an iteration."""
-    cores: Positive | None = None
-    """Of a machine that all processes share: where more than these are busy, all are slower alike."""
+    actor_sizes: tuple[int, ...] | None = None  # numbers of instances that the actor may have (None: any)
+    sync_seconds: NonNegative = 0.0  # of the weight sync at the end of an iteration
+    cores: Positive | None = None  # that all processes share: where more are busy, all are slower alike
     iterations: Size = 1
-    warm_up: Count = 1
-    """Iterations before, whose lengths are only seen."""
+    warm_up: Count = 1  # iterations before, whose lengths are only seen
     seed: Count = 0
 
     def __post_init__(self) -> None:
@@ -89,7 +82,7 @@ class SimulatedIterations:
 def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
     """The run under the policy; equal for equal seeds."""
     seen, iterations = drawn_lengths(run)
-    found, costs = list[Iteration](), list[float]()
+    found, costs = list[ElasticSimulation](), list[float]()
     for lengths in iterations:
         found.append(ElasticSimulation(start_of(run, seen, costs), lengths, policy, run.cores).run())
         costs += [switch.seconds for switch in found[-1].switches]
@@ -116,9 +109,8 @@ def start_of(
     run: ElasticRun, seen: Sequence[int] = (), costs: Sequence[float] = (), prompts: Sequence[int] | None = None
 ) -> State:
     """The state at the start of an iteration, when response lengths `seen` (ascending) and `costs`, the seconds of
-    switches, are known; `prompts`: the tokens of each one, if they differ.
-
-    Errors: ConfigError for sizes that the devices do not allow."""
+    switches, are known; `prompts`: the tokens of each one, if they differ. Errors: ConfigError for sizes that the
+    devices do not allow."""
     require(
         run.prompts % run.minibatches == 0,
         f"{run.prompts} prompts do not make {run.minibatches} mini-batches of equal size: give a multiple of "
@@ -155,15 +147,6 @@ def start_of(
     )
 
 
-@dataclass
-class Iteration:
-    seconds: float
-    """Without the weight sync."""
-    switches: list[Switch]
-    refused: str | None
-    """Why the policy was replaced by `static`, if it was."""
-
-
 class _Minibatch(NamedTuple):
     tokens: int
     available: float  # its inference is done
@@ -185,10 +168,16 @@ class ElasticSimulation(Decoding):
         self.trained_at: float | None = None
         self.actor_at = self.inference_at = 0.0  # the actor's devices are its own again; inference has ended
         self.actor_shape = start.actor.instances
-        self.refused: str | None = None
+        self.refused: str | None = None  # why the policy was replaced by `static`
         self.switches: list[Switch] = []
 
-    def run(self) -> Iteration:
+    @property
+    def seconds(self) -> float:
+        """Of the iteration so far, without the weight sync."""
+        return self.clock
+
+    def run(self) -> ElasticSimulation:
+        """To the end."""
         event: Event | None = "start"
         while event is not None:
             self.look(event)
@@ -208,9 +197,9 @@ class ElasticSimulation(Decoding):
                 return "minibatch" if boundary else "rows"
         return None
 
-    def ended(self) -> Iteration:
+    def ended(self) -> ElasticSimulation:
         self.pass_until(max(self.now, self.actor_at))
-        return Iteration(self.clock, self.switches, self.refused)
+        return self
 
     def pass_until(self, time: float, others: int = 0) -> float:
         return super().pass_until(time, others + (self.state.actor_end if self.trained_at is not None else 0))
@@ -255,7 +244,6 @@ class ElasticSimulation(Decoding):
         self.trained_at = max(self.now, self.actor_at, minibatch.available) + seconds
 
     def look(self, event: Event) -> None:
-        """The policy decides, and its actions are executed."""
         view = self.view(event)
         actions, refused = decide(self.policy, view)
         delay = 0.0 if self.policy is static else self.state.speeds.look
@@ -311,15 +299,15 @@ class ElasticSimulation(Decoding):
 
     def _wait(self, name: ComponentName) -> None:
         """Other events pass, and nothing begins."""
-        if name == "rollout":
-            while self.busy:
-                self._advance()
-        elif name == "actor":
-            while self.trained_at is not None:
-                self._advance()
-        else:
-            while min(self.next_end(), self.trained_at or math.inf) < self.inference_at:
-                self._advance()
+
+        def works() -> bool:
+            if name == "inference":
+                return min(self.next_end(), self.trained_at or math.inf) < self.inference_at
+            return bool(self.busy) if name == "rollout" else self.trained_at is not None
+
+        while works():
+            self._advance()
+        if name == "inference":
             self.pass_until(max(self.now, self.inference_at))
 
     def _migrate(self, groups: Mapping[int, int]) -> int:
@@ -339,7 +327,6 @@ class ElasticSimulation(Decoding):
         return sum(map(len, moving.values()))
 
     def view(self, event: Event) -> State:
-        """The state that the policy sees."""
         if event == "start":
             return self.state
         running: dict[int, tuple[RunningGroup, ...]] = {}

@@ -112,7 +112,6 @@ class State:
 
     @property
     def max_running(self) -> int:
-        """Rows that an instance decodes at once."""
         return self.speeds.decoding.slots
 
     @property
@@ -125,7 +124,6 @@ class State:
 
     @property
     def actor_end(self) -> int:
-        """The first device after the actor's."""
         return self.actor.instances * self.actor.devices
 
     @property

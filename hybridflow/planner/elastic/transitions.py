@@ -29,19 +29,20 @@ _NAMES: tuple[ComponentName, ...] = ("rollout", "inference", "actor")
 
 @dataclass(frozen=True)
 class Switch:
-    """Devices that moved: at `when` seconds of the iteration, `why`, the instances of each component before and after,
-    how long it took, and the unfinished rows that moved."""
+    """Devices that moved."""
 
     when: float
+    """Seconds of the iteration."""
     why: str
     origin: Mapping[str, int]
     target: Mapping[str, int]
+    """Instances of each component before and after."""
     seconds: float
     rows: int
+    """Unfinished ones that moved."""
 
 
 def placement(state: State) -> dict[str, int]:
-    """Instances of each component."""
     return {name: getattr(state, name).instances for name in _NAMES}
 
 
@@ -83,7 +84,8 @@ def _after(state: State, action: Any, waited: set[str]) -> State:
     require(isinstance(action, Release | Allocate | Migrate | Wait | Finalize), "this is no action.")
     if state.done == state.minibatches:
         require(isinstance(action, Finalize), "all mini-batches are trained: only Finalize() may follow.")
-        return _finalized(state)
+        initial: Any = {name: replace(c, instances=c.initial) for name in _NAMES for c in [getattr(state, name)]}
+        return replace(state, running=dict.fromkeys(initial["rollout"].ids, ()), **initial)
     match action:
         case Release(component, count) | Allocate(component, count):
             require(component in _NAMES, f"there is no component {component!r}: {', '.join(_NAMES)}.")
@@ -98,7 +100,13 @@ def _after(state: State, action: Any, waited: set[str]) -> State:
         case Wait(component):
             require(component in _NAMES, f"there is no component {component!r}: {', '.join(_NAMES)}.")
             waited.add(component)
-            return _waited(state, component)
+            if component == "actor" and state.training:
+                return replace(state, training=False, done=state.done + 1)
+            if component != "rollout":
+                return state
+            require(state.event != "start", "no row was submitted: wait at a later event.")
+            ready = state.rows // state.n - (state.done + state.training) * state.minibatch_groups
+            return replace(state, running=dict.fromkeys(state.rollout.ids, ()), finished=state.rows, ready=ready)
         case _:
             raise ConfigError(f"{state.minibatches - state.done} mini-batches are not trained yet.")
 
@@ -148,23 +156,6 @@ def _migrated(state: State, groups: Mapping[int, int]) -> State:
         arriving.setdefault(instance, []).append(moving[group])
     running |= {instance: (*running.get(instance, ()), *came) for instance, came in arriving.items()}
     return replace(state, running=running)
-
-
-def _waited(state: State, name: ComponentName) -> State:
-    if name == "actor" and state.training:
-        return replace(state, training=False, done=state.done + 1)
-    if name != "rollout":
-        return state
-    require(state.event != "start", "no row was submitted: wait at a later event.")
-    trained = (state.done + state.training) * state.minibatch_groups
-    ready, nothing = state.rows // state.n - trained, dict.fromkeys(state.rollout.ids, ())
-    return replace(state, running=nothing, finished=state.rows, ready=ready)
-
-
-def _finalized(state: State) -> State:
-    initial: Any = {name: replace(c, instances=c.initial) for name in _NAMES for c in [getattr(state, name)]}
-    state = replace(state, **initial)
-    return replace(state, running=dict.fromkeys(state.rollout.ids, ()))
 
 
 def spread(groups: Iterable[RunningGroup], ids: range) -> dict[int, tuple[RunningGroup, ...]]:

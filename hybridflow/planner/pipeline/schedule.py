@@ -52,12 +52,10 @@ class Work:
 
     @property
     def total(self) -> int:
-        """Its micro-batches."""
         return sum(self.micro_batches)
 
     @property
     def seconds(self) -> float:
-        """The time of all forwards and backwards on one stage."""
         return self.total * (self.forward + self.backward)
 
 
@@ -80,7 +78,6 @@ class Schedule:
 
     @cached_property
     def computations(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The forwards and backwards of each stage."""
         return tuple(tuple(each for each in stage if each.kind in COMPUTES) for stage in self.stages)
 
 
@@ -138,22 +135,15 @@ def _with_messages(
 def one_f_one_b(stages: int, work: Work) -> Schedule:
     """1F1B (Narayanan et al., "PipeDream-Flush", 2021): stage s holds at most P - s micro-batches, and each mini-batch
     drains the pipeline."""
-
-    def computed(stage: int) -> Iterator[Instruction]:
-        for step, count in enumerate(work.micro_batches):
-            yield from _alternating(
-                stages - stage - 1, [(i, 0) for i in range(count)], [(i, 0) for i in range(count)], step
-            )
-
-    return scheduled((work,), [list(computed(stage)) for stage in range(stages)])
+    orders = [([(i, 0) for i in range(count)],) * 2 for count in work.micro_batches]
+    return scheduled((work,), [_alternating(stages - stage - 1, orders) for stage in range(stages)])
 
 
 def interleaved(stages: int, work: Work, chunks: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, figure 4).
 
     Each stage has `chunks` parts of the model, and the work's times are those of all of them. Errors: ConfigError when
-    a mini-batch does not divide by the stages.
-    """
+    a mini-batch does not divide by the stages."""
     for count in work.micro_batches:
         good = count % stages == 0
         require(good, f"interleaved 1F1B needs a multiple of {stages} micro-batches (its stages), got {count}.")
@@ -163,22 +153,20 @@ def interleaved(stages: int, work: Work, chunks: int) -> Schedule:
         chunk = place // stages
         return rounds * stages + place % stages, chunks - 1 - chunk if backward else chunk
 
-    def computed(stage: int) -> Iterator[Instruction]:
-        ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages
-        for step, count in enumerate(work.micro_batches):
-            turns = range(count * chunks)
-            yield from _alternating(ahead, [at(i, False) for i in turns], [at(i, True) for i in turns], step)
-
-    return scheduled((work,), [list(computed(stage)) for stage in range(stages)], chunks)
+    turns = [range(count * chunks) for count in work.micro_batches]
+    orders = [([at(i, False) for i in own], [at(i, True) for i in own]) for own in turns]
+    ahead = [2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages)]
+    return scheduled((work,), [_alternating(each, orders) for each in ahead], chunks)
 
 
-def _alternating(
-    ahead: int, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], step: int
-) -> Iterator[Instruction]:
-    """`ahead` forwards, one forward and one backward in turn, and the remaining backwards; pairs (micro, chunk)."""
-    ahead = min(ahead, len(forwards))
-    for i in range(len(forwards) + ahead):
-        if i < len(forwards):
-            yield Instruction("forward", 0, step, *forwards[i])
-        if i >= ahead:
-            yield Instruction("backward", 0, step, *backwards[i - ahead])
+def _alternating(ahead: int, orders: Sequence[tuple[Sequence[tuple[int, int]], ...]]) -> list[Instruction]:
+    """Of each mini-batch, given its forwards and backwards as pairs (micro, chunk): `ahead` forwards, one forward and
+    one backward in turn, and the remaining backwards."""
+    found = []
+    for step, (forwards, backwards) in enumerate(orders):
+        early = min(ahead, len(forwards))
+        for i in range(len(forwards) + early):
+            found += [Instruction("forward", 0, step, *pair) for pair in forwards[i : i + 1]]
+            if i >= early:
+                found.append(Instruction("backward", 0, step, *backwards[i - early]))
+    return found

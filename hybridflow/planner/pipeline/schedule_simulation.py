@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.pipeline.schedule import COMPUTES, Instruction, Kind, Link, Schedule, link
+from hybridflow.planner.pipeline.schedule import COMPUTES, Instruction, Link, Schedule, link
 
 WINDOW = 2
 """Messages of a link that may be on their way: the next send waits for the receive that is so far behind."""
@@ -31,42 +31,32 @@ class PipelineTimeline:
 
     @property
     def makespan(self) -> float:
-        """The end of the last forward, backward or optimizer step."""
         ends = [span.end for stage in self.stages for span in stage]
         return max([*ends, *self.steps.values()], default=0.0)
 
 
 def simulate(schedule: Schedule, window: int = WINDOW) -> PipelineTimeline:
     """Runs the instructions of every stage in their order, each as early as its messages allow. Messages take no time.
-
     Errors: ConfigError when the stages wait for each other (deadlock), naming where each of them stands, for a
-    computation without the message that it needs, and for messages that both sides have in unlike orders.
-    """
+    computation without the message that it needs, and for messages that both sides have in unlike orders."""
     run = _Run(schedule, window)
-    moved = True
-    while moved:
-        moved = False
-        for stage in range(len(schedule.stages)):
-            moved = run.advance(stage) or moved
+    while sum(run.advance(stage) for stage in range(len(schedule.stages))):
+        pass
     if waiting := {s: each[run.at[s]] for s, each in enumerate(schedule.stages) if run.at[s] < len(each)}:
         where = "; ".join(f"stage {stage} at {tuple(each)}" for stage, each in waiting.items())
         raise ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
-    run.check_links()
+    for name in {*run.sent, *run.awaited}:
+        if [message for message, _ in run.sent[name]] != [message for message, _ in run.awaited[name]]:
+            raise _unlike(name)
     return PipelineTimeline(tuple(tuple(spans) for spans in run.spans), run.steps)
 
 
 _Message = tuple[int, int, int]  # mini-batch, micro-batch, and the part of the model that sends
 
 
-class _Traffic(NamedTuple):
-    """The messages of a link, and when each was sent and announced by its receiver."""
-
-    sent: list[tuple[_Message, float]]
-    awaited: list[tuple[_Message, float]]
-
-
 class _Run:
-    """The state of a simulation: `at`, `clock` and `spans` of each stage."""
+    """The state of a simulation: `at`, `clock` and `spans` of each stage; the messages of each link, and when each was
+    sent and announced by its receiver."""
 
     def __init__(self, schedule: Schedule, window: int) -> None:
         stages, works, chunks = len(schedule.stages), schedule.works, schedule.chunks
@@ -74,10 +64,11 @@ class _Run:
         self.at, self.clock = [0] * stages, [0.0] * stages
         self.spans: list[list[StageSpan]] = [[] for _ in range(stages)]
         self.steps: dict[tuple[int, int], float] = {}
+        self.sent: dict[Link, list[tuple[_Message, float]]] = defaultdict(list)
+        self.awaited: dict[Link, list[tuple[_Message, float]]] = defaultdict(list)
         self._finished: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._ends: list[dict[tuple, float]] = [{} for _ in range(stages)]
-        self._announced: list[dict[tuple, tuple[_Traffic, int]]] = [{} for _ in range(stages)]
-        self._links: dict[Link, _Traffic] = defaultdict(lambda: _Traffic([], []))
+        self._announced: list[dict[tuple, tuple[Link, int]]] = [{} for _ in range(stages)]
         self._parts = stages * chunks
         self._seconds = {(kind, m): getattr(work, kind) / chunks for m, work in enumerate(works) for kind in COMPUTES}
         self._run_of: dict[str, Callable[[int, Instruction], bool]] = {
@@ -111,13 +102,12 @@ class _Run:
         if part != (0 if kind == "forward" else self._parts - 1):
             if (announced := self._announced[stage].get(each)) is None:
                 raise ConfigError(f"stage {stage} runs {tuple(each)} without {(f'receive_{kind}', *each[1:])}.")
-            (sent, _), number = announced
-            if number >= len(sent):
+            name, number = announced
+            if number >= len(self.sent[name]):
                 return False
-            message, arrived = sent[number]
+            message, arrived = self.sent[name][number]
             if message != (step, micro, part - 1 if kind == "forward" else part + 1):
-                receives: Kind = "receive_forward" if kind == "forward" else "receive_backward"
-                raise _unlike(link(receives, model, stage, len(self.clock)))
+                raise _unlike(name)
             start = max(start, arrived)
         self.clock[stage] = self._ends[stage][each] = end = start + self._seconds[kind, model]
         self.spans[stage].append(StageSpan(each, start, end))
@@ -132,30 +122,26 @@ class _Run:
 
     def _receive(self, stage: int, each: Instruction) -> bool:
         kind, model, step, micro, chunk = each
-        computed = "forward" if kind == "receive_forward" else "backward"
-        traffic = self._links[link(kind, model, stage, len(self.clock))]
-        self._announced[stage][computed, model, step, micro, chunk] = traffic, len(traffic.awaited)
-        sender = chunk * len(self.clock) + stage + (-1 if computed == "forward" else 1)
-        traffic.awaited.append(((step, micro, sender), self.clock[stage]))
+        forward, name = kind == "receive_forward", link(kind, model, stage, len(self.clock))
+        computed = "forward" if forward else "backward"
+        self._announced[stage][computed, model, step, micro, chunk] = name, len(self.awaited[name])
+        sender = chunk * len(self.clock) + stage + (-1 if forward else 1)
+        self.awaited[name].append(((step, micro, sender), self.clock[stage]))
         return True
 
     def _send(self, stage: int, each: Instruction) -> bool:
         kind, model, step, micro, chunk = each
-        traffic = self._links[link(kind, model, stage, len(self.clock))]
+        name = link(kind, model, stage, len(self.clock))
+        sent, awaited = self.sent[name], self.awaited[name]
         if ("forward" if kind == "send_forward" else "backward", model, step, micro, chunk) not in self._ends[stage]:
             raise ConfigError(f"stage {stage} sends {tuple(each)} before it is computed.")
-        before = len(traffic.sent) - self.window
-        if before >= len(traffic.awaited):
+        before = len(sent) - self.window
+        if before >= len(awaited):
             return False
         if before >= 0:
-            self.clock[stage] = max(self.clock[stage], traffic.awaited[before][1])
-        traffic.sent.append(((step, micro, chunk * len(self.clock) + stage), self.clock[stage]))
+            self.clock[stage] = max(self.clock[stage], awaited[before][1])
+        sent.append(((step, micro, chunk * len(self.clock) + stage), self.clock[stage]))
         return True
-
-    def check_links(self) -> None:
-        for name, (sent, awaited) in self._links.items():
-            if [message for message, _ in sent] != [message for message, _ in awaited]:
-                raise _unlike(name)
 
 
 def _unlike(link: Link) -> ConfigError:
@@ -163,7 +149,6 @@ def _unlike(link: Link) -> ConfigError:
 
 
 def peak_activations(schedule: Schedule) -> list[float]:
-    """The most activations that are live at a time, on each stage."""
     peaks = []
     for computed in schedule.computations:
         live = peak = 0.0
@@ -177,10 +162,8 @@ def peak_activations(schedule: Schedule) -> list[float]:
 
 def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int = WINDOW) -> PipelineTimeline:
     """The timeline of a schedule that can run: each computation once on every stage, with the messages that it needs in
-    one order on both sides, no deadlock, and live activations within the `limits` of each stage.
-
-    Errors: ConfigError.
-    """
+    one order on both sides, no deadlock, and live activations within the `limits` of each stage. Errors:
+    ConfigError."""
     wanted = {
         Instruction(kind, model, step, micro, chunk)
         for model, work in enumerate(schedule.works)

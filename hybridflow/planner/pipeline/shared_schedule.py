@@ -10,7 +10,6 @@ gradient travels for (P - 1)B.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -62,8 +61,7 @@ def together(
 
     Live activations stay within `limits` on every stage (default: `memory_limits`). The search tries orders of the
     models' micro-batches, `at_once` only those that it begins with. To try an order is to run it with all waits and
-    limits; the result passes `check`. Errors: ConfigError for a limit below one micro-batch.
-    """
+    limits; the result passes `check`. Errors: ConfigError for a limit below one micro-batch."""
     limits = memory_limits(stages, works) if limits is None else limits
     largest = max(work.activations for work in works)
     good = len(limits) == stages and min(limits) >= largest
@@ -92,18 +90,15 @@ def together(
 def _orders(works: Sequence[Work], waits: Sequence[float]) -> Iterator[tuple[Order, float]]:
     """Orders to begin with, either model first, with each patience: mini-batches in rounds, which are the paper's two;
     then micro-batches mixed evenly, and one model after the other."""
-    rounds, both = max(len(work.micro_batches) for work in works), list(itertools.product(waits, (1, -1)))
-    for patience, ahead in both:
-        first = list(range(len(works)))[::ahead]
-        counts = [
-            [(m, works[m].micro_batches[k]) for m in first if k < len(works[m].micro_batches)] for k in range(rounds)
-        ]
-        yield tuple(model for each in counts for model, count in each for _ in range(count)), patience
-    for patience, ahead in both:
-        first = list(range(len(works)))[::ahead]
+    rounds = range(max(len(work.micro_batches) for work in works))
+    both = [(patience, list(range(len(works)))[::ahead]) for patience in waits for ahead in (1, -1)]
+    for patience, first in both:
+        turns = [(m, works[m].micro_batches[k]) for k in rounds for m in first if k < len(works[m].micro_batches)]
+        yield tuple(model for model, count in turns for _ in range(count)), patience
+    for patience, first in both:
         places = [((i + 0.5) / works[m].total, first.index(m), m) for m in first for i in range(works[m].total)]
         yield tuple(model for *_, model in sorted(places)), patience
-        if rounds > 1:
+        if len(rounds) > 1:
             yield tuple(m for m in first for _ in range(works[m].total)), patience
 
 
@@ -163,12 +158,9 @@ class InOrder:
         for work in self._works:
             first.append(first[-1] + len(work.micro_batches))
             self._left += [self._stages * count for count in work.micro_batches]
-        micro_batches = [
-            iter([(step, micro) for step, count in enumerate(work.micro_batches) for micro in range(count)])
-            for work in self._works
-        ]
+        following = [((k, i) for k, n in enumerate(work.micro_batches) for i in range(n)) for work in self._works]
         for turn, model in enumerate(order):
-            step, micro = next(micro_batches[model])
+            step, micro = next(following[model])
             work, at = self._works[model], first[model] + step
             own[model].append(turn)
             before = own[model][-1 - WINDOW] if len(own[model]) > WINDOW else -1
@@ -208,11 +200,11 @@ class InOrder:
     def _next(self, stage: int) -> tuple[float, int, int] | None:
         """When this stage can begin its next computation, minus its kind, and the stage."""
         backward, forward = self._start(stage, 1), self._start(stage, 0)
-        if forward is None:
-            return None if backward is None else (backward, -1, stage)
-        if backward is None or forward < backward or (self._patience and forward <= backward + self._patience):
-            return forward, 0, stage
-        return backward, -1, stage
+        if backward is not None and (
+            forward is None or not (forward < backward or (self._patience and forward <= backward + self._patience))
+        ):
+            return backward, -1, stage
+        return None if forward is None else (forward, 0, stage)
 
     def _start(self, stage: int, kind: int) -> float | None:
         turn, arrived = len(self._begun[kind][stage]), self._arrived[kind][stage]

@@ -66,8 +66,7 @@ def auto_map(costs: Costs) -> Mapped | None:
 class AutoMapping:
     """The choices of every set of groups on every number of devices, and the best way to share devices between sets.
 
-    After `deadline` searches return the best placement so far, once they have one.
-    """
+    After `deadline` searches return the best placement so far, once they have one."""
 
     def __init__(self, costs: Costs, deadline: Deadline = NEVER) -> None:
         self.costs, self.deadline, self._found = costs, deadline, False
@@ -152,8 +151,7 @@ class AutoMapping:
     ) -> Iterator[tuple[list[Front], list[Mesh]]]:
         """The choices and meshes of each set with these numbers of devices.
 
-        The last set gets all devices that are left, or fewer where these are not neighbours.
-        """
+        The last set gets all devices that are left, or fewer where these are not neighbours."""
         kinds = self.kinds_of(sets)
         *others, last = allocation
         for fewer in range(last, -1, -1):
@@ -180,8 +178,7 @@ class AutoMapping:
     ) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Allocations, by number of the size for each set, and what each costs at least; the lowest bounds first.
 
-        `least` [sizes, stages] of each set are the least seconds of stages with so many devices or fewer.
-        """
+        `least` [sizes, stages] of each set are the least seconds of stages with so many devices or fewer."""
         *others, last = least
         count = len(others)
         used = np.zeros((1,) * count, dtype=np.int64)
@@ -223,8 +220,7 @@ class AutoMapping:
     def _up_to(self, kinds: Kinds, some: list[int], last: int, limit: float) -> Front:
         """Choices of a set on `some[last]` equal devices or fewer, without those that alone take `limit` seconds.
 
-        A bound that has fallen since leaves choices in that are too slow, which does not matter.
-        """
+        A bound that has fallen since leaves choices in that are too slow, which does not matter."""
         at = (kinds, some[last], len(some))
         if at not in self._known:
             found = NOTHING
@@ -302,7 +298,6 @@ class AutoMapping:
         yield from packings(self.costs.cluster, asked)
 
     def mapped(self, seconds: float, sets: Sets, where: list[Mesh], chosen: list[tuple[Front, int]]) -> Mapped:
-        """The placement in which each set takes its row of what it can choose."""
         layouts, meshes = dict[str, Layouts](), dict[tuple[str, ...], Mesh]()
         for names, mesh, (front, row) in zip(sets, where, chosen, strict=True):
             choice = front.choices[row]

@@ -57,10 +57,9 @@ def options_of(
 ) -> list[list[Option]]:
     """For each call its options, and those that the plans in `also` choose.
 
-    With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of
-    the group (and wait as much, where devices share something): it could only save moves between them. Calls without
-    any option have an empty list. Errors: TimeUpError when the deadline comes before all are known.
-    """
+    With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of the
+    group (and wait as much, where devices share something): it could only save moves between them. Calls without any
+    option have an empty list. Errors: TimeUpError when the deadline comes before all are known."""
     given = dict.fromkeys((costs.graph.call(name).group, at) for plan in also for name, at in plan.items())
     pinned = [Mesh(devices) for group in costs.graph.groups if (devices := costs.rules.devices(group))]
     where = list(dict.fromkeys([*meshes(costs.cluster), *(at.mesh for _, at in given), *pinned]))
@@ -196,7 +195,6 @@ class Evaluator:
         return seconds, masks
 
     def _static(self, chosen: Chosen) -> Floats:
-        """[devices] Bytes that stay between calls."""
         static = np.zeros_like(self.capacity)
         for i in self._at_home:
             if (option := chosen[i]) is not None:
@@ -332,8 +330,7 @@ def mcmc(
     Rounds begin at `starts`, at the fastest option of each call (greedy), at the best plan so far and at random; each
     is a chain whose temperature falls, and ends with the best single changes. It stops after `patience` rounds without
     anything better (default: never, unless there are few plans). Equal seeds and `evaluations` give equal plans if time
-    does not run out. Errors: TimeUpError when the deadline comes before the search has begun.
-    """
+    does not run out. Errors: TimeUpError when the deadline comes before the search has begun."""
     began = deadline.clock()
     options = options_of(costs, also=starts, deadline=deadline)
     if not all(options):

@@ -57,13 +57,11 @@ def plan(
     have begun before.
 
     Each further layout of a group must shorten the iteration by more than the predictions' error
-    (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks
-    for one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity", which puts all groups on all devices.
-
-    Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
-    (for which model, how much memory is missing, and the smallest cluster that fits).
-    """
+    (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks for
+    one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
+    "similarity", which puts all groups on all devices. Errors: ConfigError; PlacementError for constraints that
+    contradict each other, and for a cluster that is too small (for which model, how much memory is missing, and the
+    smallest cluster that fits)."""
     deadline = Deadline.of(budget_s)
     require(workload.micro_batches is None, "Workload(micro_batches): engines cut by micro_tokens. Leave it out.")
     if search not in get_args(Search):
@@ -133,17 +131,28 @@ def _search_calls(
 
 def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement:
     """An execution plan with everything that there is to say of it."""
-    timeline = costs.timeline(found)
+    timeline, kept = costs.timeline(found), costs.kept(found)
     nodes, groups = tuple(node.count for node in costs.cluster.nodes), {}
     for group in costs.graph.groups:
         home, train, generate, share = found[costs.homes[group]], None, None, None
         if costs.graph.models[group] is not None:
             train = costs.backends[group].sized(home.parallel)
+        methods = defaultdict[str, list[Call]](list)
         for call in costs.graph.of_group(group):
+            methods[call.method].append(call)
             if call.kind == "generation" and share is None:
-                generate, share = found[call.name].parallel.sizes[:2], _memory_fraction(costs, found, call)
-        away = _elsewhere(costs, found, group)
-        groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, away, share)
+                here = found[call.name]
+                # of a group that is not trained, the weights that stay are those it generates with
+                stays = here == home and group not in costs.graph.trained
+                own, devices = costs.static(group, here) if stays else 0.0, here.mesh.devices
+                left = min((costs.capacity[d] - kept[d] + own) / costs.cluster.device(d).memory for d in devices)
+                generate, share = here.parallel.sizes[:2], min(0.99, max(0.01, math.floor(100 * left) / 100))
+        away = list[CallPlacement]()  # methods that are not always in the group's layout, or generate within that
+        for method, calls in methods.items():
+            plans, generates = [found[call.name] for call in calls], calls[0].kind == "generation"
+            if not all(at.within(home) if generates else at == home for at in plans):
+                away += [CallPlacement(method, at.mesh.devices, at.parallel.sizes) for at in plans]
+        groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, tuple(away), share)
     middle = (max(span.iteration for span in timeline.spans) + 1) // 2
     spans = [(span, span.mesh) for span in timeline.of(middle) if span.mesh is not None]
     first = min((span.start for span, _ in spans), default=0.0)
@@ -151,49 +160,21 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
     for span, mesh in spans:
         group, moves = costs.graph.call(span.call).group, span.moves is not None
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
-    calls, cluster = _calls(costs, found), str(costs.cluster)
-    others = partial(alternatives, costs, found)
-    shape = stream_shape(costs, found, timeline.per_iteration)
+    others, shape = partial(alternatives, costs, found), stream_shape(costs, found, timeline.per_iteration)
+    calls, cluster = _calls(costs, found, kept), str(costs.cluster)
     return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars), shape, others)
 
 
-def _memory_fraction(costs: Costs, found: ExecutionPlan, call: Call) -> float:
-    """The share of a device's memory that is left for generation: its weights and its KV cache."""
-    here, static = found[call.name], costs.kept(found)
-    # of a group that is not trained, the weights that stay are those it generates with
-    stays = here == found[costs.homes[call.group]] and call.group not in costs.graph.trained
-    own = costs.static(call.group, here) if stays else 0.0
-    left = min((costs.capacity[d] - static[d] + own) / costs.cluster.device(d).memory for d in here.mesh.devices)
-    return min(0.99, max(0.01, math.floor(100 * left) / 100))
-
-
-def _elsewhere(costs: Costs, found: ExecutionPlan, group: str) -> tuple[CallPlacement, ...]:
-    """The calls of each method that is not always in its group's layout, or generates within that."""
-    home, methods = found[costs.homes[group]], defaultdict(list)
-    for call in costs.graph.of_group(group):
-        methods[call.method].append(call)
-    away = []
-    for method, calls in methods.items():
-        plans = [found[call.name] for call in calls]
-        generates = calls[0].kind == "generation"
-        if not all(at.within(home) if generates else at == home for at in plans):
-            away += [CallPlacement(method, at.mesh.devices, at.parallel.sizes) for at in plans]
-    return tuple(away)
-
-
-def _calls(costs: Costs, found: ExecutionPlan) -> dict[str, CallLayout]:
-    seconds, static = costs.seconds(found), costs.kept(found)
-    uses = moves(costs.graph)
-    moved = {use.target: costs.moved(use.group, found[use.source], found[use.target]) for use in uses}
-    calls = {}
+def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[str, CallLayout]:
+    seconds, calls = costs.seconds(found), {}
+    moved = {use.target: costs.moved(use.group, found[use.source], found[use.target]) for use in moves(costs.graph)}
     for call in costs.calls:
         here, home = found[call.name], found[costs.homes[call.group]]
-        on_cpu = costs.graph.models[call.group] is None
-        devices = here.mesh.devices
-        beside = max(static[d] for d in devices)
+        on_cpu, devices = costs.graph.models[call.group] is None, here.mesh.devices
+        beside = max(kept[d] for d in devices)
         kv_budget = costs.kv_budget(call.name, here, beside) if call.kind == "generation" else None
         active = costs.active(call.name, here, home, kv_budget)
-        fullest = max(devices, key=lambda d: (static[d] + active) / costs.capacity[d])
+        fullest = max(devices, key=lambda d: (kept[d] + active) / costs.capacity[d])
         calls[call.name] = CallLayout(
             group=call.group,
             kind="function" if on_cpu else call.kind,
@@ -203,7 +184,7 @@ def _calls(costs: Costs, found: ExecutionPlan) -> dict[str, CallLayout]:
             differs=here != home,
             move_seconds=moved.get(call.name, 0.0),
             limit=costs.beside(call, here, beside).limit,
-            memory=0.0 if on_cpu else static[fullest] + active,
+            memory=0.0 if on_cpu else kept[fullest] + active,
             capacity=0.0 if on_cpu else costs.capacity[fullest],
         )
     return calls

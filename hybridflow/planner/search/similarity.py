@@ -42,8 +42,7 @@ class LayoutPair:
 def similarity(train: Parallel, generate: Parallel) -> float:
     """Mean share of a device's generation shard that it holds from training; 1: nothing moves.
 
-    Layers and tensors count as divisible anywhere. Generation groups are those of `RankGrid.generation`.
-    """
+    Layers and tensors count as divisible anywhere. Generation groups are those of `RankGrid.generation`."""
     grid = train.grid
     rule = "hybridflow" if train.p % generate.p == 0 and train.t % generate.t == 0 else "general"
     here, there = grid.coordinates, grid.generation(generate.p, generate.t, rule).coordinates
@@ -58,9 +57,7 @@ def similarity_map(costs: Costs, deadline: Deadline = NEVER) -> ExecutionPlan | 
 
     With `Workload.time_sharing` two updates in one layout may be worth slower calls and transitions: every layout that
     both could have is tried, too, and the fastest iteration taken. After the `deadline`, the best of what is known.
-
-    Errors: PlacementError unless exactly one group generates, and trains as well.
-    """
+    Errors: PlacementError unless exactly one group generates, and trains as well."""
     found = [_map(costs, deadline)]
     mesh = Mesh.of(0, costs.cluster.size)
     for names in costs.updates:

@@ -101,8 +101,7 @@ class Front:
         """Ways to run a group on a mesh (algorithm 2) that its constraints and `capacity` bytes of a device allow.
 
         One layout serves training and inference. Generation has one within it; getting the weights there belongs to the
-        generation stage. What is beaten even if that took no time is left out: weight plans take a while.
-        """
+        generation stage. What is beaten even if that took no time is left out: weight plans take a while."""
         kinds = {call.kind == "generation" for call in costs.graph.of_group(group)}
         found = []
         for parallel in costs.strategies(group, mesh, generates=kinds == {True}):
