@@ -32,10 +32,8 @@ class StreamOptions:
     on_stale: Literal["wait", "drop"] = "wait"
 
     def __post_init__(self) -> None:
-        require(
-            self.rows % self.n == 0,
-            f"rows={self.rows} of a batch are not whole groups of n={self.n} responses: give a multiple of n.",
-        )
+        whole = self.rows % self.n == 0
+        require(whole, f"rows={self.rows} of a batch are not whole groups of n={self.n} responses: give a multiple.")
 
     @property
     def groups(self) -> int:

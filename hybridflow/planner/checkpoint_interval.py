@@ -10,11 +10,7 @@ import math
 
 from hybridflow.settings import NonNegative, Positive, Size, is_number, require, settings
 
-PUBLISHED = {
-    "llama3": 16_384 * 54 * 24 / 419,
-    "opt": 992 * 60 * 24 / 105,
-    "rsc": 1_024 * 7.9,
-}
+PUBLISHED = {"llama3": 16_384 * 54 * 24 / 419, "opt": 992 * 60 * 24 / 105, "rsc": 1_024 * 7.9}
 """Hours of one device between failures.
 
 llama3: 419 unexpected interruptions of 16,384 H100 in 54 days ("The Llama 3 Herd of Models", 2024, section 3.3.4, table

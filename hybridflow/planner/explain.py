@@ -79,9 +79,8 @@ def stream_shape(costs: Costs, plan: ExecutionPlan, iteration: float) -> str:
             busy[side, list(plan[call.name].mesh.devices)] += seconds[call.name]
     names = [", ".join(dict.fromkeys(call.group for call in calls)) for calls in (streamed, others)]
     where = [ranges(np.flatnonzero(own).tolist()) for own in busy]
-    text = (
-        f"stream: {names[0]} generates on {where[0]}, at most {streamed[0].ahead} weight updates ahead (max_staleness)"
-    )
+    ahead = f"at most {streamed[0].ahead} weight updates ahead (max_staleness)"
+    text = f"stream: {names[0]} generates on {where[0]}, {ahead}"
     if busy.prod(axis=0).any():
         shares = ", ".join(f"{name} {own.max() / iteration:.0%}" for name, own in zip(names, busy, strict=True))
         idle = max(0.0, 1 - busy.sum(axis=0)[busy.any(axis=0)].mean() / iteration)
@@ -128,9 +127,8 @@ def infeasibility_report(costs: Costs, *, per_call: bool = False) -> PlacementEr
     more = f"No number of nodes is enough{limits and f' while {limits} must hold'}."
     if smallest := smallest_cluster(costs, per_call):
         more = f"The smallest cluster of such nodes that fits is {smallest}."
-    return PlacementError(
-        f"the cluster is too small: {_missing(free, where)}. {more} Or use smaller models, batches or lengths."
-    )
+    text = f"the cluster is too small: {_missing(free, where)}. {more}"
+    return PlacementError(f"{text} Or use smaller models, batches or lengths.")
 
 
 def _missing(costs: Costs, where: str) -> str:

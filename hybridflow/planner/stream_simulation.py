@@ -102,10 +102,8 @@ class StreamRun:
     seed: Count = 0
 
     def __post_init__(self) -> None:
-        require(
-            self.warm_up < self.batches,
-            f"StreamRun(batches={self.batches}, warm_up={self.warm_up}): more batches than those that do not count.",
-        )
+        given = f"StreamRun(batches={self.batches}, warm_up={self.warm_up})"
+        require(self.warm_up < self.batches, f"{given}: more batches than those that do not count.")
         drawn(self.lengths, Random(self.seed))
 
 

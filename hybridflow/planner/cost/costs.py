@@ -214,9 +214,8 @@ class Costs:
         if model is None or pin.parallel is None:
             return
         if (own := backend.parallel(*pin.parallel.sizes)) is None:
-            raise PlacementError(
-                f"{pin} cannot be: {pin.group} trains with {backend.strategy}, which has no such sizes."
-            )
+            how = f"{pin.group} trains with {backend.strategy}"
+            raise PlacementError(f"{pin} cannot be: {how}, which has no such sizes.")
         mesh, one = Mesh.of(0, own.size), pin.group in self.rules.one_layout
         if one and pin.generate and not CallPlan(mesh, pin.generate).within(CallPlan(mesh, own)):
             raise PlacementError(
@@ -356,9 +355,8 @@ class Costs:
         if context is not None and cache:
             kv_budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
             cache = max(cache, memory.cache(context, self.workload.rows * own.rows, kv_budget))
-        return replace(
-            least, parameters=still.parameters, gradients=still.gradients, optimizer=still.optimizer, kv_cache=cache
-        )
+        kept = {name: getattr(still, name) for name in ("parameters", "gradients", "optimizer")}
+        return replace(least, **kept, kv_cache=cache)
 
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""

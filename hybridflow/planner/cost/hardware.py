@@ -133,8 +133,7 @@ class LinkModel:
         return self.launch + self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
 
     def data_parallel(self, nbytes: float, buffers: int) -> float:
-        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` in `buffers` over the d ranks that hold the
-        same shard."""
+        """`collective` over the d ranks that hold the same shard."""
         return self.collective(nbytes, self.d, self.p * self.t, buffers)
 
     def collective(self, nbytes: float, ranks: int, apart: int, buffers: int = 1) -> float:

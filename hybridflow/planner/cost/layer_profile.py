@@ -43,9 +43,8 @@ class Curve:
     def __post_init__(self) -> None:
         points = tuple((float(n), float(seconds)) for n, seconds in self.points)
         object.__setattr__(self, "points", points)
-        require(
-            self.kind in get_args(Pass), f"a profile has no pass {self.kind!r}. Known: {', '.join(get_args(Pass))}."
-        )
+        known = get_args(Pass)
+        require(self.kind in known, f"a profile has no pass {self.kind!r}. Known: {', '.join(known)}.")
         good = bool(points) and all(n > 0 and seconds > 0 and math.isfinite(seconds) for n, seconds in points)
         rising = all(a[0] < b[0] for a, b in pairwise(points))
         require(0 < self.busy <= 1, f"the profile of {self.kind!r} needs a share in (0, 1], got busy={self.busy}.")

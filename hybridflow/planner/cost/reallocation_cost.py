@@ -26,6 +26,7 @@ from hybridflow.topology import GenerationGrid, RankGrid
 Floats = NDArray[np.floating]
 Grid = RankGrid | GenerationGrid
 PTD = tuple[int, int, int]
+Spans = Mapping[str, tuple[int, int]]
 
 
 class Volume(NamedTuple):
@@ -128,9 +129,7 @@ def _copies(wanted: Floats, held: Floats) -> Floats:
     return np.where(held > 0, wanted / np.maximum(held, 1), 0).astype(np.float32)
 
 
-def _held(
-    spans: Mapping[str, tuple[int, int]], grid: Grid, at: Sequence[int], rows: int, layers: int, ranks: int
-) -> Floats:
+def _held(spans: Spans, grid: Grid, at: Sequence[int], rows: int, layers: int, ranks: int) -> Floats:
     """[ranks, spans x rows] 1 where a rank holds rows of a span; rank i of the grid is rank `at[i]`."""
     of_stage = [spans_of_stage(spans, grid.p, stage, layers) for stage in range(grid.p)]
     stages = np.array([[name in inside for name in spans] for inside in of_stage], dtype=np.float32)
@@ -157,7 +156,7 @@ def _boundaries(layers: int, p: int) -> list[int]:
     return [i * most + min(i, rest) for i in range(p + 1)]
 
 
-def spans_of_stage(spans: Mapping[str, tuple[int, int]], p: int, stage: int, layers: int) -> list[str]:
+def spans_of_stage(spans: Spans, p: int, stage: int, layers: int) -> list[str]:
     low, high = _boundaries(layers, p)[stage : stage + 2]
     inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]
     return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == p - 1)

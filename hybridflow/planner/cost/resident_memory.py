@@ -100,9 +100,8 @@ def check_resident(groups: Sequence[PlacedGroup], device: float, leaving: Placed
         return ""
     parts = [f"{name} {kind} {size / GIB:.1f} GiB" for name, own in most.items() for kind, size in own.items()]
     shares = [group.settings["generate"].memory_fraction for group in groups if phase == f"{group.name} generates"]
-    fits = [
-        f"VLLM(memory_fraction={int(100 * share) / 100:g})" for one in shares if (share := one + 1 - total / device) > 0
-    ]
+    shares = [share for one in shares if (share := one + 1 - total / device) > 0]
+    fits = [f"VLLM(memory_fraction={int(100 * share) / 100:g})" for share in shares]
     cures = [*fits, "offload= of these groups", "larger tp or pp, FSDP() or ZeRO(stage=3)", "more devices"]
     return (
         f"while {phase}, a device of {device / GIB:.1f} GiB would have {total / GIB:.1f} GiB, activations not counted: "

@@ -22,6 +22,8 @@ from hybridflow.planner.describe.graph import Graph, moves
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, busiest
 from hybridflow.settings import require
 
+StartStop = tuple[list[float], list[float]]
+Latency = Mapping[int, float]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
 IN_FLIGHT = 2  # iterations that the driver's loader lets run at a time; in a stream 1 + `ahead`, if that is more
 _DONE = 1e-9  # share of a call's seconds that counts as finished (rounding)
@@ -83,7 +85,7 @@ class Contention:
 
     def run(
         self, before: Sequence[set[int]], seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float]
-    ) -> tuple[list[float], list[float]]:
+    ) -> StartStop:
         """Start and stop of nodes that wait for those `before` them: of the ones that run, the remaining work shrinks
         at their present speed until one ends. Nodes wait for earlier ones only, so one pass in program order starts all
         that can start."""
@@ -107,7 +109,10 @@ class Contention:
                 claimed |= masks[i]
             queue = waiting
             work = [sum(own) for own in zip(*(loads[i] for i in left), strict=True)]
-            factors = {i: self._factor(loads[i], work) for i in left}
+            factors = {}  # how much longer each takes while all of them work
+            for i in left:
+                slowed = zip(self.nodes, loads[i], work, strict=True)
+                factors[i] = max([1.0, *(node.slow(every) / node.slow(own) for (_, node), own, every in slowed if own)])
             passed = min((left[i] * factors[i] for i in left), default=0.0)
             now += passed
             for i, factor in factors.items():
@@ -117,11 +122,6 @@ class Contention:
                     stops[i] = now
                     done.add(i)
         return starts, stops
-
-    def _factor(self, own: Sequence[float], total: Sequence[float]) -> float:
-        """How much longer a call with the load `own` takes while `total` works, its own part included."""
-        loads = zip(self.nodes, own, total, strict=True)
-        return max([1.0, *(node.slow(every) / node.slow(mine) for (_, node), mine, every in loads if mine)])
 
 
 class GraphSchedule:
@@ -149,9 +149,7 @@ class GraphSchedule:
                 first = {(iteration - distance) * count + j for j, distance in node.before if iteration >= distance}
                 self.before.append(first if self._within[i] or iteration < in_flight else first | {*early})
 
-    def run(
-        self, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None = None
-    ) -> tuple[list[float], list[float]]:
+    def run(self, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None = None) -> StartStop:
         """Start and stop of each node of each iteration, from `seconds` and device `masks` of the nodes.
 
         A node of mask 0 needs no device. `shares` are those of the seconds in which its devices work (default: 1)."""
@@ -188,9 +186,7 @@ class GraphSchedule:
         ends = [max(stops[: (i + 1) * count]) for i in (earlier, last)]
         return (ends[1] - ends[0]) / (last - earlier)
 
-    def least(
-        self, seconds: Sequence[float], masks: Sequence[int], latency: Mapping[int, float] = MappingProxyType({})
-    ) -> float:
+    def least(self, seconds: Sequence[float], masks: Sequence[int], latency: Latency = MappingProxyType({})) -> float:
         """A lower bound for every order of calls, as the last iterations may put off work, but not for ever: the work
         of the busiest device, and the longest chain from a node to itself in a later iteration, by iteration.
         `latency`: seconds of nodes whose rows take longer than they do."""

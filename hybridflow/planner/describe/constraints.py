@@ -27,9 +27,8 @@ class Pin:
             object.__setattr__(self, "devices", Mesh(tuple(sorted(self.devices))).devices)
         for parallel in (self.parallel, self.generate):
             if self.devices is not None and parallel is not None and parallel.size != len(self.devices):
-                raise PlacementError(
-                    f"{self} contradicts itself: p*t*d = {parallel.size} devices, and {len(self.devices)} are pinned."
-                )
+                count = f"p*t*d = {parallel.size} devices, and {len(self.devices)} are pinned"
+                raise PlacementError(f"{self} contradicts itself: {count}.")
 
     def joined(self, other: Pin) -> Pin | None:
         """Both pins of a group as one; None where they contradict each other."""
@@ -151,9 +150,8 @@ class Rules:
         for pin in pins:
             for size in pin.sizes:
                 if size > devices:
-                    raise PlacementError(
-                        f"{pin} needs p*t*d = {size} devices, the cluster has {devices}. Use smaller sizes."
-                    )
+                    needs = f"{pin} needs p*t*d = {size} devices"
+                    raise PlacementError(f"{needs}, the cluster has {devices}. Use smaller sizes.")
                 for cap in (self.caps[group] for group in members if group in self.caps):
                     if size > cap.devices:
                         both, allowed = f"{pin} and {cap} contradict each other", f"{cap.devices} allowed{because}"

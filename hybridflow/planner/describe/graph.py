@@ -225,22 +225,14 @@ class GraphBuilder:
             if call.name not in known and stepped is not None and stepped.call in self._calls:
                 edges.append(Edge(stepped.call, call.name, "parameters", distance=1))
         models = {call.group: self.models.get(call.group) for call in self._calls.values()}
-        calls = tuple(  # rows are relative to all; a group without a model computes a function
-            replace(
-                call,
-                rows=call.rows / self.rows,
-                kind="function" if call.kind == "inference" and models[call.group] is None else call.kind,
-            )
-            for call in self._calls.values()
-        )
+        calls = tuple(replace(call, rows=call.rows / self.rows) for call in self._calls.values())
+        functions = {call for call in calls if call.kind == "inference" and models[call.group] is None}
+        calls = tuple(replace(call, kind="function") if call in functions else call for call in calls)
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
         graph = Graph(calls, tuple(edges), models, self.trained, strategies)
         ahead = {call.name: call.ahead for call in calls}
-        edges = [
-            replace(edge, distance=edge.distance + ahead[edge.target]) if edge.distance else edge
-            for edge in self._without_implied(graph)
-        ]
-        return replace(graph, edges=tuple(edges))
+        needed, more = self._without_implied(graph), lambda edge: ahead[edge.target] if edge.distance else 0
+        return replace(graph, edges=tuple(replace(edge, distance=edge.distance + more(edge)) for edge in needed))
 
     def _without_implied(self, graph: Graph) -> Iterator[Edge]:
         """The edges, without those of the driver that follow from what the call waits for; where its weights may move

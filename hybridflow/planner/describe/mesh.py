@@ -101,9 +101,8 @@ class CallPlan:
 
     def __post_init__(self) -> None:
         if self.mesh.size != (p := self.parallel).size:
-            raise PlacementError(
-                f"p*t*d = {p.p}*{p.t}*{p.d} = {p.size} devices do not fill a mesh of {self.mesh.size} devices."
-            )
+            asked = f"p*t*d = {p.p}*{p.t}*{p.d} = {p.size} devices"
+            raise PlacementError(f"{asked} do not fill a mesh of {self.mesh.size} devices.")
 
     def within(self, home: CallPlan) -> bool:
         """Weights that lie as in `home` get here inside the processes that have them: the same devices, and sizes that

@@ -24,6 +24,8 @@ from hybridflow.settings import NonNegative, settings
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
+Position: TypeAlias = tuple[Floats, Floats, Indices]
+"""Over plans: seconds from now, steps of the rows, and the split."""
 SHARES = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16, 1 / 32)
 """Of the most rollout instances that there can be: those of the splits that are considered."""
 ALIVE = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04, 0.02, 0.0)
@@ -299,7 +301,7 @@ class Forecast:
         away = self.actors[c] != self.state.actor.initial, self.instances[c] != self.state.rollout.initial
         return seconds + speeds.resize * away[0] + speeds.join * away[1]
 
-    def after_first(self, scenario: Scenario, plans: _Plans) -> tuple[Floats, Floats, Indices]:
+    def after_first(self, scenario: Scenario, plans: _Plans) -> Position:
         """When the actor is free, the position of the rows at that time, and the split."""
         start, join = self.state.event == "start", self.state.speeds.join
         to = np.array([self.splits.index(first.split) for first in plans.firsts])[plans.first]
@@ -317,9 +319,7 @@ class Forecast:
             x = np.where(waits, x, scenario.shifted(c, x, free - begins - opening))
         return self.moved(scenario, seconds, x, c, to)
 
-    def moved(
-        self, scenario: Scenario, seconds: Floats, x: Floats, c: Indices, to: Indices
-    ) -> tuple[Floats, Floats, Indices]:
+    def moved(self, scenario: Scenario, seconds: Floats, x: Floats, c: Indices, to: Indices) -> Position:
         """After moves from split to split; where rows cannot move to no instance, none is made."""
         to = np.where((x < scenario.last) & (self.instances[to] == 0), c, to)
         speeds, before, after = self.state.speeds, self.instances[c], self.instances[to]

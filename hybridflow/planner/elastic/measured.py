@@ -58,9 +58,8 @@ class Measured:
             base = 1e-6  # nothing seen
         train, per_token = fitted(self._training, 2)
         others = {name: sum(seen) / len(seen) for name, seen in self._others.items()}
-        return Speeds(
-            DecodingSpeed(base=base, per_row=per_row, prefill=prefill, slots=self.slots), train, per_token, **others
-        )
+        decoding = DecodingSpeed(base=base, per_row=per_row, prefill=prefill, slots=self.slots)
+        return Speeds(decoding, train, per_token, **others)
 
 
 def fitted(seen: Sequence[tuple[float, ...]], count: int) -> list[float]:

@@ -161,25 +161,18 @@ def lend(state: State) -> list[Action]:
     mean of the last three switches; before any, what one is predicted to take."""
     if state.done == state.minibatches:
         return [Finalize()]
-    if state.event == "start":
-        actions, latest = lend_actor(state), state.switches[-3:]
-        cost = sum(latest) / len(latest) if latest else state.speeds.join
-        return actions if actions and lending_saves(state) > cost else []
-    if state.actor.instances or not (state.ready >= state.minibatch_groups or not state.running_rows):
+    if state.event != "start":
+        early = state.actor.instances or not (state.ready >= state.minibatch_groups or not state.running_rows)
+        return [] if early else return_actor(state)
+    actions, latest, lengths = lend_actor(state), state.switches[-3:], state.lengths
+    if not actions or not lengths:
         return []
-    return return_actor(state)
+    mean, decoding = sum(lengths) / len(lengths), state.speeds.decoding
 
-
-def lending_saves(state: State) -> float:
-    """Predicted seconds of generation until the first mini-batch is ready, without the actor's devices less with them:
-    a mean response, its step with the rows of one instance, in rounds of what is decoded at once."""
-    if not state.lengths:
-        return 0.0
-    mean = sum(state.lengths) / len(state.lengths)
-
-    def seconds(instances: int) -> float:
+    def seconds(instances: int) -> float:  # a mean response, its step with the rows of an instance, in rounds
         rows = state.rows / instances
         at_once = min(rows, state.max_running)
-        return rows / at_once * mean * (state.speeds.decoding.base + at_once * state.speeds.decoding.per_row)
+        return rows / at_once * mean * (decoding.base + at_once * decoding.per_row)
 
-    return (seconds(state.rollout.instances) - seconds(state.rollout.most)) / state.minibatches
+    saved = (seconds(state.rollout.instances) - seconds(state.rollout.most)) / state.minibatches
+    return actions if saved > (sum(latest) / len(latest) if latest else state.speeds.join) else []

@@ -91,10 +91,8 @@ def plan_elastic(
             f"and {len(trained)} that train."
         )
     rows, n, devices = workload.rows, workload.responses_per_prompt, cluster.size
-    require(
-        rows // n % minibatches == 0,
-        f"plan_elastic(minibatches={minibatches}): the {rows // n} prompts of an iteration are not divided by it.",
-    )
+    text = f"the {rows // n} prompts of an iteration are not divided by it."
+    require(rows // n % minibatches == 0, f"plan_elastic(minibatches={minibatches}): {text}")
     once = replace(graph, calls=tuple(replace(call, minibatches=1) for call in graph.calls))
     costs = Costs(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
     others = [call for call in graph.calls if call.kind != "generation"]
@@ -164,12 +162,8 @@ def _speeds(
     more, tokens = costs.on(costs.cluster, replace(work, rows=2 * work.rows)), work.rows * work.tokens
     few, many = (sum(one.cost(call.name, actor).seconds for call in others) for one in (costs, more))
     per_token = max(0.0, many - few) / tokens
-    speeds = Speeds(
-        decoding,
-        train=max(0.0, few - per_token * tokens),
-        train_per_token=per_token,
-        resize=_resize(costs, others, actor),
-    )
+    training = {"train": max(0.0, few - per_token * tokens), "train_per_token": per_token}
+    speeds = Speeds(decoding, **training, resize=_resize(costs, others, actor))
     return speeds, costs.reallocation(generation.group, actor, replica)
 
 

@@ -335,9 +335,8 @@ class ElasticSimulation(Decoding):
             present: dict[int, list[int]] = {}
             for row, tokens in replica.tokens():
                 present.setdefault(row.group, []).append(tokens)
-            running[instance] = tuple(
-                RunningGroup(group, self.groups[group].prompt, tuple(tokens)) for group, tokens in present.items()
-            )
+            groups = ((self.groups[group], tuple(tokens)) for group, tokens in present.items())
+            running[instance] = tuple(group._replace(tokens=tokens) for group, tokens in groups)
         training = self.trained_at is not None
         whole = sum(not rows for rows in self.unfinished.values())
         ready = whole - (self.state.done + training) * self.state.minibatch_groups

@@ -48,10 +48,8 @@ def placement(state: State) -> dict[str, int]:
 
 def why(state: State) -> str:
     """What a policy decided upon, in words."""
-    return (
-        f"{state.event}: {state.running_rows} of {state.rows} rows run, {state.done} of {state.minibatches} "
-        f"mini-batches are trained"
-    )
+    rows, trained = f"{state.running_rows} of {state.rows} rows", f"{state.done} of {state.minibatches} mini-batches"
+    return f"{state.event}: {rows} run, {trained} are trained"
 
 
 def applied(state: State, actions: Sequence[Action]) -> State:
@@ -69,14 +67,10 @@ def applied(state: State, actions: Sequence[Action]) -> State:
     over = state.done == state.minibatches
     at_home = all(getattr(state, name).instances == getattr(state, name).initial for name in _NAMES)
     require(not over or at_home, "after the last mini-batch devices return: answer [Finalize()].")
-    require(
-        state.rollout.instances > 0 or not state.running_rows,
-        f"{state.running_rows} rows have no rollout instance left: keep one.",
-    )
-    require(
-        state.actor.instances > 0 or over or state.running_rows > 0,
-        "no row runs, and the actor has no devices to train on: allocate some.",
-    )
+    rows = state.running_rows
+    require(state.rollout.instances > 0 or not rows, f"{rows} rows have no rollout instance left: keep one.")
+    trains = state.actor.instances > 0 or over or rows > 0
+    require(trains, "no row runs, and the actor has no devices to train on: allocate some.")
     return state
 
 
@@ -90,10 +84,8 @@ def _after(state: State, action: Any, waited: set[str]) -> State:
         case Release(component, count) | Allocate(component, count):
             require(component in _NAMES, f"there is no component {component!r}: {', '.join(_NAMES)}.")
             require(is_whole(count) and count > 0, f"{count!r} instances: give a whole number above 0.")
-            require(
-                component != "actor" or not state.training,
-                "the actor trains a mini-batch: act at the next boundary, or Wait('actor') first.",
-            )
+            idle = component != "actor" or not state.training
+            require(idle, "the actor trains a mini-batch: act at the next boundary, or Wait('actor') first.")
             return _resized(state, component, count if isinstance(action, Allocate) else -count, waited)
         case Migrate(groups):
             return _migrated(state, groups)
@@ -131,10 +123,8 @@ def _resized(state: State, name: ComponentName, change: int, waited: set[str]) -
         require(size > 0 or state.event != "start", "rows need a rollout instance.")
         for instance in component.ids[:-change]:
             groups = running.pop(instance, ())
-            require(
-                not groups or state.event == "start",
-                f"{len(groups)} groups run on rollout instance {instance}: migrate them first.",
-            )
+            empty = not groups or state.event == "start"
+            require(empty, f"{len(groups)} groups run on rollout instance {instance}: migrate them first.")
     resized: Any = {name: replace(component, instances=size), "running": running}
     return replace(state, **resized)
 

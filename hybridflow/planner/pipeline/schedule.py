@@ -93,11 +93,9 @@ def link(message: Kind, model: int, stage: int, stages: int) -> Link:
 
 def scheduled(works: Sequence[Work], computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> Schedule:
     """The schedule of these forwards and backwards of each stage, with messages and the end of each mini-batch."""
-    stages = tuple(
-        tuple(_with_messages(stage, computed, works, len(computations), chunks))
-        for stage, computed in enumerate(computations)
-    )
-    return Schedule(tuple(works), stages, chunks)
+    count = len(computations)
+    each = (_with_messages(stage, computed, works, count, chunks) for stage, computed in enumerate(computations))
+    return Schedule(tuple(works), tuple(map(tuple, each)), chunks)
 
 
 def _with_messages(

@@ -30,11 +30,8 @@ AT_ONCE = 1_000
 
 def serial_makespan(stages: int, works: Sequence[Work]) -> float:
     """The time of one model after the other, each by 1F1B that drains the pipeline at each of its steps."""
-    return sum(
-        (count + stages - 1) * (work.forward + work.backward) + work.finish
-        for work in works
-        for count in work.micro_batches
-    )
+    steps = ((work, count + stages - 1) for work in works for count in work.micro_batches)
+    return sum(count * (work.forward + work.backward) + work.finish for work, count in steps)
 
 
 def shortest(stages: int, works: Sequence[Work]) -> float:
@@ -141,19 +138,6 @@ class InOrder:
         self._names: list[tuple[Instruction, Instruction]] = []
         self._turns: list[_Turn] = []
         self._left: list[int] = []  # computations of each step
-        self._add_turns(order)
-        self._limits = [limit * (1 + 1e-9) for limit in limits]
-        self._clock, self._live = [0.0] * stages, [0.0] * stages
-        self._made: list[float | None] = [None] * len(self._left) + [0.0]
-        self._computed: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-        self._begun: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in (0, 1)]
-        self._arrived: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in (0, 1)]
-        self._arrived[0][0] = [0.0] * len(order)
-        self._awaited = [[*self._begun[0][1:], None], [None, *self._begun[1][:-1]]]  # by the peer
-        self._run()
-        assert all(len(computed) == 2 * len(order) for computed in self._computed), "the stages wait for each other"
-
-    def _add_turns(self, order: Order) -> None:
         first, own = [0], list[list[int]]([] for _ in self._works)
         for work in self._works:
             first.append(first[-1] + len(work.micro_batches))
@@ -168,6 +152,16 @@ class InOrder:
             self._turns.append(_Turn(times, work.activations, at, at - 1 if step else -1, before))
             forward = Instruction("forward", model, step, micro)
             self._names.append((forward, forward.of("backward")))
+        self._limits = [limit * (1 + 1e-9) for limit in limits]
+        self._clock, self._live = [0.0] * stages, [0.0] * stages
+        self._made: list[float | None] = [None] * len(self._left) + [0.0]
+        self._computed: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        self._begun: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in (0, 1)]
+        self._arrived: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in (0, 1)]
+        self._arrived[0][0] = [0.0] * len(order)
+        self._awaited = [[*self._begun[0][1:], None], [None, *self._begun[1][:-1]]]  # by the peer
+        self._run()
+        assert all(len(computed) == 2 * len(order) for computed in self._computed), "the stages wait for each other"
 
     @property
     def makespan(self) -> float:

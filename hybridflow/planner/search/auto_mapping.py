@@ -42,6 +42,8 @@ NOTHING = Front(np.zeros((0, STAGES + 2)), [])
 Sets = Sequence[tuple[str, ...]]
 Kinds = tuple[int, ...]
 """Numbers of the kinds of a set's groups: groups of one kind cost the same wherever they are."""
+Numbers = tuple[int, ...]
+"""Of the size of each set, among those that are looked at."""
 _Placed = tuple[float, Sets, list[Mesh], list[tuple[Front, int]]]
 
 
@@ -173,12 +175,10 @@ class AutoMapping:
                 if stage_cost(bounds) < limit:
                     yield [self.generating(own, mesh) for own, mesh in zip(kinds, where, strict=True)], where
 
-    def bounded(
-        self, least: Sequence[Floats], some: list[int], limit: float
-    ) -> Iterator[tuple[float, tuple[int, ...]]]:
+    def bounded(self, least: Sequence[Floats], some: list[int], limit: float) -> Iterator[tuple[float, Numbers]]:
         """Allocations, by number of the size for each set, and what each costs at least; the lowest bounds first.
 
-        `least` [sizes, stages] of each set are the least seconds of stages with so many devices or fewer."""
+        `least` [sizes, stages] of each set are the least seconds of stages with this number of devices or fewer."""
         *others, last = least
         count = len(others)
         used = np.zeros((1,) * count, dtype=np.int64)

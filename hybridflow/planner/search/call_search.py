@@ -382,9 +382,8 @@ class _Chain:
         if score is None or not score.good:
             return None
         elapsed = self.deadline.clock() - self.began
-        return Found(
-            evaluator.plan(self.best), score.seconds, evaluator.evaluations, elapsed, history=tuple(self.history)
-        )
+        found = evaluator.plan(self.best), score.seconds, evaluator.evaluations, elapsed
+        return Found(*found, history=tuple(self.history))
 
     def _starts(self, given: Sequence[State]) -> Iterator[State]:
         for state in given:

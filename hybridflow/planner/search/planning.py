@@ -31,6 +31,8 @@ from hybridflow.planner.search.deadline import Deadline, TimeUpError
 from hybridflow.planner.search.similarity import similarity_map
 from hybridflow.settings import require
 
+Explained = tuple[ExecutionPlan, str]
+"""A plan, and how it was found."""
 Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity"]
 SMALL, FEW = 1e7, 32
 """Execution plans, and devices, up to which all plans are tried, as far as time allows."""
@@ -81,9 +83,7 @@ def plan(
     return placement_of(costs, *found)
 
 
-def _search(
-    costs: Costs, search: Search, deadline: Deadline, seed: int, per_call: bool
-) -> tuple[ExecutionPlan, str] | None:
+def _search(costs: Costs, search: Search, deadline: Deadline, seed: int, per_call: bool) -> Explained | None:
     """The best plan of all that the search finds, and how it was found."""
     if search == "similarity":
         mapped = similarity_map(costs, deadline)
@@ -100,7 +100,7 @@ def _search(
     if of_calls or not plans:
         plans += _search_calls(costs, search, [plan for plan, _ in plans], deadline, seed)
 
-    def rounded(one: tuple[ExecutionPlan, str]) -> float:  # of equals the earlier one: it moves fewer weights
+    def rounded(one: Explained) -> float:  # of equals the earlier one: it moves fewer weights
         return float(f"{costs.weighted(costs.timeline(one[0]).per_iteration, one[0]):.6g}")
 
     return min(plans, key=rounded, default=None)
@@ -108,9 +108,9 @@ def _search(
 
 def _search_calls(
     costs: Costs, search: Search, starts: Sequence[ExecutionPlan], deadline: Deadline, seed: int
-) -> list[tuple[ExecutionPlan, str]]:
+) -> list[Explained]:
     """Plans in which each call may have a layout of its own, and how they were found."""
-    found = list[tuple[ExecutionPlan, str]]()
+    found = list[Explained]()
     if not starts:  # something must be found
         deadline = deadline.at_least(LEAST)
     with suppress(TimeUpError):

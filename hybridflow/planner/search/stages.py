@@ -50,6 +50,10 @@ class Choice(NamedTuple):
     size: int = 0
 
 
+Valued = tuple[tuple[float, ...], tuple[Generates, ...]]
+"""Values of a choice, and what it generates, whose seconds are not in them."""
+
+
 def stage_cost(sets: Iterable[Sequence[float]]) -> float:
     """Seconds of an iteration from the three stage seconds of each colocated set."""
     return float(sum(max(stage) for stage in zip(*sets, strict=True)))
@@ -67,9 +71,7 @@ def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
         yield ((first,), *sets)
 
 
-def group_layout(
-    costs: Costs, group: str, mesh: Mesh, layouts: Layouts
-) -> tuple[tuple[float, ...], tuple[Generates, ...]] | None:
+def group_layout(costs: Costs, group: str, mesh: Mesh, layouts: Layouts) -> Valued | None:
     """Values of a group in these layouts, without transitions and the seconds of what it generates, and that; None
     where it cannot run so."""
     seconds, static, active, generates = [0.0] * STAGES, 0.0, 0.0, []
