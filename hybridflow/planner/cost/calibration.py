@@ -52,8 +52,8 @@ class Observation:
         require(self.kind in kinds, f"an observation of {self.kind!r} says nothing. Known: {', '.join(kinds)}.")
         check_fields(self)
         if self.parallel.size > self.cluster.size:
-            size = self.parallel.size
-            raise PlacementError(f"an observation on p*t*d = {size} devices cannot be of {self.cluster.size} devices.")
+            asked = f"an observation on p*t*d = {self.parallel.size} devices"
+            raise PlacementError(f"{asked} cannot be of a cluster of {self.cluster.size}.")
 
     def predicted(self, coefficients: Coefficients) -> float:
         """Seconds of the call by `Costs`."""
