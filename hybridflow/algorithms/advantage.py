@@ -39,12 +39,10 @@ def compute_advantage(
     and `ref_log_probs`. The penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is subtracted from the reward
     of every valid token; then `kl` [B] (k1, nats per row or trajectory) and `kl_coef` [B] are written too. Computed in
     float64, rounded at the end. Rows with one `trajectory_id` [B] int64 are one sequence: they count once, and the
-    reward [B] is that of the last.
-
-    Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`; MissingColumnError;
-    EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an estimator over groups
-    when every group has one row. An `AdaptiveKL` or `Lagrange` learns only from a call that succeeds.
-    """
+    reward [B] is that of the last. Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`;
+    MissingColumnError; EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an
+    estimator over groups when every group has one row. An `AdaptiveKL` or `Lagrange` learns only from a call that
+    succeeds."""
     return AdvantageCall.of(estimator, options, kl_coef, kl)(batch)
 
 
@@ -155,10 +153,8 @@ class AdvantageCall:
 
 
 def _columns(found: Estimator, result: Any, mask: Ragged) -> dict[str, Tensor | Ragged]:
-    """An estimator's result by column: float32, and exactly 0 at masked tokens.
-
-    Errors: BatchError unless these are the columns that it writes, with finite numbers in the batch's shape.
-    """
+    """An estimator's result by column: float32, and exactly 0 at masked tokens. Errors: BatchError unless these are the
+    columns that it writes, with finite numbers in the batch's shape."""
     if isinstance(result, tuple) and len(result) == 2:
         result = dict(zip(("advantages", "returns"), result, strict=True))
     wanted = ("advantages", "returns", *found.writes)

@@ -29,8 +29,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "k1") -> T
     With d = log policy - log reference: `k1` = d (unbiased), `k2` = d^2 / 2 (biased, low variance),
     `k3` = exp(-d) - 1 + d (unbiased, never negative), `abs` = |d|. In `k3` d is kept within +-20, so that one token
     cannot give an infinite loss (verl keeps its result within +-10 as well).
-    Schulman, "Approximating KL divergence" (2020). Errors: ConfigError for an unknown kind.
-    """
+    Schulman, "Approximating KL divergence" (2020). Errors: ConfigError for an unknown kind."""
     check_kl_kind(kind)
     difference = log_probs - ref_log_probs
     if kind == "k1":
@@ -62,8 +61,7 @@ class AdaptiveKL(Controller):
     Measured is the k1 estimate summed over the valid tokens of a row, mean over the rows of the batch (the column
     `kl`), whatever estimator the penalty itself uses: `target` is in these units. One object is one coefficient, kept
     from iteration to iteration and in the run's checkpoints (`hf.Checkpoints`).
-    Ziegler et al. (2019), section 2.2. Errors: ConfigError when a number is not positive and finite.
-    """
+    Ziegler et al. (2019), section 2.2. Errors: ConfigError when a number is not positive and finite."""
 
     init: Positive
     target: Positive

@@ -48,8 +48,7 @@ class Logits:
 
     `rows` are this rank's logits [N or more, C or more], or with `weight` [C, H] the hidden states [N, H] that the
     output layer takes: their logits then exist for one block at a time. `columns` None: C is the whole vocabulary. All
-    ranks of its group make the same calls, with equal tokens. Only logits that are given as such are differentiated.
-    """
+    ranks of its group make the same calls, with equal tokens. Only logits that are given as such are differentiated."""
 
     def __init__(
         self,
@@ -80,8 +79,7 @@ class Logits:
         `function(log_p, *others)` is given a block of tokens: log-probabilities [n, C] of this rank's columns, of other
         `Logits` the same, of a tensor or ragged column with a row for each token these rows. It returns sums over the C
         columns, [n, ...]; those of all ranks are added. It is called again in the backward pass, which differentiates
-        by `log_p` only, so that no more than a few blocks exist at any time.
-        """
+        by `log_p` only, so that no more than a few blocks exist at any time."""
         flat = [other if isinstance(other, Logits) else _flat(other) for other in others]
         for other in flat:
             count = other.tokens if isinstance(other, Logits) else len(other)
@@ -93,17 +91,13 @@ class Logits:
         return _Sum.apply(self._rows, self, function, flat, index)  # type: ignore[return-value]
 
     def log_probs(self, ids: Ragged | Tensor, mask: Any = None) -> Tensor:
-        """[N] or [N, k]: log-probabilities of these token ids, differentiable.
-
-        Errors: BatchError for an id that is not in the vocabulary.
-        """
+        """[N] or [N, k]: log-probabilities of these token ids, differentiable. Errors: BatchError for an id that is not
+        in the vocabulary."""
         return self.sum(self._picked, self._checked(ids), mask=mask)
 
     def log_probs_and_rest(self, ids: Ragged | Tensor, mask: Any = None) -> Tensor:
         """[N, k + 1], differentiable: log-probabilities of k different ids [N, k], and of all other tokens together.
-
-        Errors: those of `log_probs`.
-        """
+        Errors: those of `log_probs`."""
 
         def picked_and_rest(log_p_nC: Tensor, ids_nk: Tensor) -> Tensor:
             local, inside = self._local(ids_nk)

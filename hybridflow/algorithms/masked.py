@@ -36,9 +36,7 @@ def token_column(batch: Batch, name: str, like: Ragged | None = None) -> Ragged:
 
 def mask_column(batch: Batch, like: Ragged | None = None) -> Ragged:
     """`response_mask`, ragged [B, R] bool: which response tokens count. Numbers 0 and 1 are taken for False and True.
-
-    Errors: MissingColumnError, BatchError when it is not ragged, not as long as `like`, or holds another number.
-    """
+    Errors: MissingColumnError, BatchError when it is not ragged, not as long as `like`, or holds another number."""
     mask = token_column(batch, "response_mask", like)
     if mask.dtype == torch.bool:
         return mask
@@ -89,8 +87,7 @@ def finite_column(batch: Batch, name: str, mask: Ragged) -> Ragged:
 def check_finite(name: str, column: Tensor | Ragged, counts: Tensor, *, nan: bool = False) -> None:
     """Errors: BatchError, with the row, for a number of the column that counts and is not finite as float32.
 
-    `counts` bool has one entry per row of a column [B], or per token of a ragged one; `nan=True` lets nan pass.
-    """
+    `counts` bool has one entry per row of a column [B], or per token of a ragged one; `nan=True` lets nan pass."""
     flat = column.values if isinstance(column, Ragged) else column
     bad = ~torch.isfinite(flat.to(torch.float32)) & counts
     if nan:
@@ -107,8 +104,7 @@ def not_finite(batch: Batch, names: Iterable[str] | None = None) -> str:
     Returns "" when all are finite. In a column with one value per response token only valid tokens count, in any other
     column only rows with a valid token. A nan in `rewards/<name>` or `costs/<name>` is allowed: it means that a reward
     function does not apply to the row.
-    Errors: those of `response_mask`.
-    """
+    Errors: those of `response_mask`."""
     mask, found = response_mask(batch), []
     for name in batch.columns if names is None else [name.removesuffix("?") for name in names]:
         column = batch.peek(name) if name in batch else None
@@ -147,8 +143,7 @@ def sequence_mean(token_values: Tensor, mask: Ragged) -> Tensor:
 def masked_moments(values_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance (divisor n - 1, Bessel's correction) of the valid values, float64 scalars.
 
-    The variance of a single value is 0; without valid values both are.
-    """
+    The variance of a single value is 0; without valid values both are."""
     valid = values_N[mask_N].to(torch.float64)
     if len(valid) == 0:
         return valid.new_zeros(()), valid.new_zeros(())
@@ -161,19 +156,15 @@ def whiten(values: Ragged, mask: Ragged, *, eps: float = 1e-8) -> Ragged:
 
     `mask` ragged [B, R] bool. The variance has Bessel's correction, so this is `masked_whiten` of TRL and verl, which
     however refuse a single token, that is 0 here, and leave values at masked ones; `whiten` of Ziegler et al. (2019)
-    has the population variance.
-    """
+    has the population variance."""
     mean, variance = masked_moments(values.values, mask.values)
     white = (values.values.to(torch.float64) - mean) * torch.rsqrt(variance + eps)
     return values.with_values(torch.where(mask.values, white, 0.0))
 
 
 def batch_temperature(batch: Batch) -> float | None:
-    """The sampling temperature that `generate_sequences` wrote; None without the column or without rows.
-
-    Errors: BatchError for a number that is not finite, and when rows differ: logits are divided by one temperature per
-    call.
-    """
+    """The sampling temperature that `generate_sequences` wrote; None without the column or without rows. Errors:
+    BatchError for a number that is not finite, and when rows differ: logits are divided by one temperature per call."""
     if "temperature" not in batch or not len(batch):
         return None
     column = row_column(batch, "temperature")

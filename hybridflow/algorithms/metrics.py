@@ -55,8 +55,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     and `rollout/kl_k3`, estimates of KL(sampling || training) in nats per token; with w = exp(-d), d kept within +-20,
     `rollout/chi2` = mean w^2 - 1 and `rollout/ess` = (mean w)^2 / mean w^2, the share of tokens that count;
     `rollout/ppl_ratio` = mean over rows of exp(mean d), the training engine's perplexity over the sampling engine's.
-    Standard deviations have Bessel's correction.
-    """
+    Standard deviations have Bessel's correction."""
     if len(batch) == 0:
         return {}
     out: dict[str, float] = {}
@@ -168,8 +167,7 @@ def _mismatch(sampled: Ragged, trained: Ragged, mask: Ragged) -> dict[str, float
 def log_prob_mismatch(batch: Batch, shown: int = 4) -> tuple[float, int, list[tuple[float, int]]]:
     """Sum of |log_probs - old_log_probs| in nats over valid tokens, their number, and the largest means of rows.
 
-    Tokens with a number that is not finite do not count.
-    """
+    Tokens with a number that is not finite do not count."""
     mask = response_mask(batch)
     sampled, trained = (token_column(batch, name, mask).values.double() for name in ("log_probs", "old_log_probs"))
     drift_N = (sampled - trained).abs()

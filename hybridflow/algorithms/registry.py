@@ -67,10 +67,8 @@ T = TypeVar("T")
 
 
 def find_estimator(estimator: str | Estimator | Callable[..., Any], options: Mapping[str, Any]) -> Estimator:
-    """An advantage estimator as it is, by its name with options, or a user's function with options.
-
-    Errors: ConfigError for an unknown name or option, with the nearest known one, and an option out of range.
-    """
+    """An advantage estimator as it is, by its name with options, or a user's function with options. Errors: ConfigError
+    for an unknown name or option, with the nearest known one, and an option out of range."""
     known = _known("advantage estimator", estimator, options, ESTIMATORS, Estimator)
     if known is not None:
         return known
@@ -85,17 +83,15 @@ def policy_loss(loss: str | Loss | Callable[..., Any] = "ppo", **options: Any) -
     have, besides their own options, those of `PolicyLoss`. A user's function has one of two forms:
 
     `f(log_probs, old_log_probs, advantages, mask, **options)` gives the loss of each token: a tensor [N], ragged
-    [B, R], or `TokenLoss`. Its first parameter is called log_probs; parameters without a default name what it reads,
-    so it may read less or more (`entropy`, `logits` and `ref_logits` of the engine; any column of the batch). Columns
-    of floats with one value per response token come ragged [B, R] and 0 at masked tokens; all others, such as [B] or
+    [B, R], or `TokenLoss`. Its first parameter is called log_probs; parameters without a default name what it reads, so
+    it may read less or more (`entropy`, `logits` and `ref_logits` of the engine; any column of the batch). Columns of
+    floats with one value per response token come ragged [B, R] and 0 at masked tokens; all others, such as [B] or
     integers, as they are. The loss is aggregated, by "token-mean" or its attribute `aggregation`, and takes the options
     of `PolicyLoss` as well.
 
     `f(outputs, rows, totals, **options)` gives the micro-batch's share of the whole loss, a scalar or (scalar,
-    metrics). It may carry attributes `reads` (default: every column) and `outputs` (default: "log_probs").
-
-    Errors: ConfigError for an unknown name or option, with the nearest known one, or an option out of range.
-    """
+    metrics). It may carry attributes `reads` (default: every column) and `outputs` (default: "log_probs"). Errors:
+    ConfigError for an unknown name or option, with the nearest known one, or an option out of range."""
     known = _known("policy loss", loss, options, POLICY_LOSSES, Loss)
     if known is not None:
         return known
@@ -141,10 +137,8 @@ def _known(what: str, given: Any, options: Mapping[str, Any], named: Mapping[str
 def check_options(
     what: str, function: Any, options: Mapping[str, Any], inputs: int, shared: Iterable[str] = ()
 ) -> None:
-    """Check the options of a user's function, whose first `inputs` parameters are given by us.
-
-    Errors: ConfigError for one that it does not have, with the nearest one, that is missing, or `shared` by all losses.
-    """
+    """Check the options of a user's function, whose first `inputs` parameters are given by us. Errors: ConfigError for
+    one that it does not have, with the nearest one, that is missing, or `shared` by all losses."""
     what = f"{what} {getattr(function, '__name__', type(function).__name__)!r}"
     parameters = list(inspect.signature(function).parameters.values())
     own = {p.name: p for p in parameters[inputs:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

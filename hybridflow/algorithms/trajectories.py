@@ -91,10 +91,8 @@ def trajectories_of(loss: Callable[..., Any], batch: Batch) -> Trajectories | No
 
 
 def _order_within(batch: Batch, ids: Tensor, named: Tensor) -> Tensor:
-    """The rows by `row_id`, which counts up within a trajectory; `named` is each row's place in `ids`.
-
-    Errors: BatchError for two rows with one `row_id` in a trajectory, and for a trajectory with rows of two groups.
-    """
+    """The rows by `row_id`, which counts up within a trajectory; `named` is each row's place in `ids`. Errors:
+    BatchError for two rows with one `row_id` in a trajectory, and for a trajectory with rows of two groups."""
     rows = torch.arange(batch.rows)
     if "group_id" in batch:
         groups = row_column(batch, "group_id")

@@ -40,8 +40,7 @@ class TransitionReport:
     including training's, with shared memory counted once; `peak_bytes` is the maximum during the transition;
     `buffer_bytes` are message buffers beside them. `seconds` is the time to generation, `back_seconds` the time back.
     For a step with asynchronous weight transformation, `moved_seconds` is the time of the moves and `hidden_seconds`
-    the part of it that overlapped with the optimizer.
-    """
+    the part of it that overlapped with the optimizer."""
 
     received_bytes: int = 0
     sent_bytes: int = 0
@@ -64,8 +63,7 @@ class OverlappedMove:
 
     `group` serves only these moves, since the optimizer uses training's groups at the same time. Both storages must
     have memory when it is built and while it runs. Building is collective over `group`.
-    Errors: LayoutError when the parts do not cover the plan's tensors; those of `Transfer`.
-    """
+    Errors: LayoutError when the parts do not cover the plan's tensors; those of `Transfer`."""
 
     def __init__(
         self,
@@ -89,8 +87,7 @@ class OverlappedMove:
 
         Returns the seconds of all moves and the part of them that overlapped with the optimizer. `steps` is always
         exhausted; then the first failed move's error is raised, and later parts are not moved. Errors: those of `steps`
-        and of `Transfer.run`.
-        """
+        and of `Transfer.run`."""
         moves: list[Future[float]] = []
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
@@ -137,10 +134,8 @@ class HybridEngine:
     needs the trainer's groups). The process group still works unless a rank had WaitTimeoutError; `to_generation` may
     then be called again, even directly. After WaitTimeoutError the group is unusable: call `to_training`, then build a
     new HybridEngine with a new group. If it was `overlap_group`, `to_generation` still works and `step` does not.
-
     Errors: ConfigError for an unknown `offload`; LayoutError when trainer and generator differ in their tensors or
-    `nodes` has another number of ranks; those of `OverlappedMove` and `Transfer`.
-    """
+    `nodes` has another number of ranks; those of `OverlappedMove` and `Transfer`."""
 
     def __init__(
         self,
@@ -187,11 +182,9 @@ class HybridEngine:
         return self.phase == "training" and self._settled
 
     def to_generation(self) -> None:
-        """Move the current training weights to generation and wake its KV cache.
-
-        Errors: WaitTimeoutError when a peer does not take part; LayoutError when a holder's tensors were replaced. The
-        phase is then training and generation stale; the class docstring describes recovery.
-        """
+        """Move the current training weights to generation and wake its KV cache. Errors: WaitTimeoutError when a peer
+        does not take part; LayoutError when a holder's tensors were replaced. The phase is then training and generation
+        stale; the class docstring describes recovery."""
         if self.phase == "generation":
             return
         if not self._settled:  # an earlier call failed
@@ -216,8 +209,7 @@ class HybridEngine:
         """Restore the training weights; free generation weights and KV cache.
 
         No communication, unless generation's dtype is narrower: then the main parameters are gathered from the data
-        parallel ranks. After an error the phase is training; call it again.
-        """
+        parallel ranks. After an error the phase is training; call it again."""
         if self.in_training:
             return
         start, parks = time.perf_counter(), self._parks and self._arrived
@@ -242,10 +234,8 @@ class HybridEngine:
             self._train.reload(self._waits)
 
     def trained(self) -> None:
-        """Report that the training weights change: generation frees its copy.
-
-        Errors: ConfigError while generating, and after a failed call until `to_training`.
-        """
+        """Report that the training weights change: generation frees its copy. Errors: ConfigError while generating, and
+        after a failed call until `to_training`."""
         if self.phase == "generation":
             raise ConfigError("the weights are in their generation layout: call to_training() before training them.")
         if not self._settled:
@@ -261,8 +251,7 @@ class HybridEngine:
         generation is stale in both cases, and `to_training` frees its memory. Bitwise equal to a step followed by
         `to_generation`.
         Errors: ConfigError without `overlap`, and as `trained`; LayoutError when a holder's tensors were replaced;
-        those of Transfer.
-        """
+        those of Transfer."""
         if self._overlap is None:
             raise ConfigError("this HybridEngine was built without overlap=True: it does not step the optimizer.")
         self.trained()

@@ -45,17 +45,14 @@ class Trainer(Holder, Protocol):
     def step_result(self) -> dict[str, float]: ...
 
     def restore(self) -> None:
-        """Parameters := main parameters, all of them resident again. Collective over the data parallel ranks.
-
-        Errors: ConfigError when the trainer is not `restorable`.
-        """
+        """Parameters := main parameters, all of them resident again. Collective over the data parallel ranks. Errors:
+        ConfigError when the trainer is not `restorable`."""
         ...
 
     def step_groups(self) -> Sequence[frozenset[str]]:
         """Canonical tensors that each part of a step updates, disjoint, all of them, the same on every rank.
 
-        Every pipeline stage steps its k-th decoder layer in the same part, so that all stages are busy in all parts.
-        """
+        Every pipeline stage steps its k-th decoder layer in the same part, so that all stages are busy in all parts."""
         ...
 
     def step_parts(self) -> Iterator[int]:
@@ -64,8 +61,7 @@ class Trainer(Holder, Protocol):
         The gradient norm of all ranks and clipping come first. k is yielded when the parameters of `step_groups()[k]`
         are final on this rank, gathered from its data parallel ranks; every rank must continue at the same pace. A
         skipped step yields every part too. When exhausted, gradients are zero and `step_result` is set; an iterator
-        that is dropped half-way leaves the step unfinished.
-        """
+        that is dropped half-way leaves the step unfinished."""
         ...
 
     def offload(self, what: Collection[Any]) -> None:
@@ -83,8 +79,7 @@ class Generator(Holder, Protocol):
     def share(self, name: str, tensor: Tensor) -> bool:
         """Make weight `name` use the memory of `tensor` (of equal shape, dtype, device): False where impossible.
 
-        `memory()` has to be requested again afterwards; it leaves `name` alone.
-        """
+        `memory()` has to be requested again afterwards; it leaves `name` alone."""
         ...
 
     def weights_changed(self, version: int | None = None) -> None:

@@ -97,8 +97,7 @@ def partition(items: Iterable[tuple[Box, Label]]) -> list[tuple[Box, list[Label]
     """Cut labelled boxes of one tensor into disjoint boxes, each with the labels of all boxes that contain it.
 
     Sorted by start. Boxes that are equal or disjoint, the usual case, stay whole, and n disjoint row ranges cost
-    n log n: only boxes whose rows overlap are compared with each other. Empty boxes vanish.
-    """
+    n log n: only boxes whose rows overlap are compared with each other. Empty boxes vanish."""
     same: dict[Box, list[Label]] = {}
     for box, label in items:
         if box.numel:
@@ -134,8 +133,7 @@ class Region:
     """`box` stored at `storage[offset : offset + box.shape]` of a rank's own tensor named `storage`.
 
     With `strides` the tensor is one-dimensional and element `box.start + i` lies at
-    `offset[0] + sum(i * strides)`: part of a flattened parameter, as distributed optimizers keep it.
-    """
+    `offset[0] + sum(i * strides)`: part of a flattened parameter, as distributed optimizers keep it."""
 
     box: Box
     storage: str
@@ -144,18 +142,14 @@ class Region:
 
     def index(self, part: Box | None = None) -> tuple[slice, ...]:
         """Slices into the storage for `part` of this region's box (the whole box when omitted); not of a flat one.
-
-        Errors: ValueError unless the offset has one number per dimension, which planning checks.
-        """
+        Errors: ValueError unless the offset has one number per dimension, which planning checks."""
         part = part or self.box
         starts = [o + p - b for o, p, b in zip(self.offset, part.start, self.box.start, strict=True)]
         return tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))
 
     def view(self, tensor: Tensor, part: Box | None = None) -> Tensor:
-        """The elements of `part` [part.shape] in the storage's tensor, sharing its memory.
-
-        Errors: LayoutError when the tensor is too small for them.
-        """
+        """The elements of `part` [part.shape] in the storage's tensor, sharing its memory. Errors: LayoutError when the
+        tensor is too small for them."""
         part = part or self.box
         if self.strides is None:
             index = self.index(part)
@@ -182,8 +176,7 @@ class Layout:
     """The boxes of each rank.
 
     `regions(rank)` is computed on demand, so thousands of ranks cost nothing. Ranks with equal `part(rank)` hold equal
-    regions, so planners query one of them (None: every rank differs).
-    """
+    regions, so planners query one of them (None: every rank differs)."""
 
     tensors: Mapping[str, tuple[int, ...]]
     ranks: int
@@ -198,10 +191,8 @@ class Layout:
         return out
 
     def placed(self, members: Sequence[int], ranks: int) -> Layout:
-        """This layout in a larger group of `ranks` ranks: its rank i is `members[i]`, the others hold nothing.
-
-        Errors: LayoutError unless `members` are distinct ranks of the group, one per rank of the layout.
-        """
+        """This layout in a larger group of `ranks` ranks: its rank i is `members[i]`, the others hold nothing. Errors:
+        LayoutError unless `members` are distinct ranks of the group, one per rank of the layout."""
         at = {member: i for i, member in enumerate(members)}
         if len(members) != self.ranks or len(at) != self.ranks or not all(0 <= member < ranks for member in at):
             raise LayoutError(
@@ -220,8 +211,7 @@ class Layout:
 def equal_storages(source: Layout, destination: Layout, rank: int) -> list[tuple[str, str]]:
     """Names of a source and a destination storage of `rank` that hold the same elements in the same places.
 
-    Where shapes and dtypes agree too, one memory can serve both. A storage is paired once.
-    """
+    Where shapes and dtypes agree too, one memory can serve both. A storage is paired once."""
     places: dict[frozenset[object], str] = {}
     for name, regions in source.storages(rank).items():
         places.setdefault(_places(regions), name)
@@ -253,8 +243,7 @@ class LayoutParts:
     """The distinct parts of a layout, with the ranks and boxes of each.
 
     `members[part]` are ranks, ascending; `part[rank]` is -1 for a rank that holds nothing. `atoms` are disjoint
-    boxes of each tensor, sorted by start, with the parts that hold them.
-    """
+    boxes of each tensor, sorted by start, with the parts that hold them."""
 
     members: tuple[tuple[int, ...], ...]
     part: tuple[int, ...]
@@ -291,10 +280,7 @@ class LayoutParts:
 
 def pieces(tensor: str, source: LayoutParts, destination: LayoutParts) -> Iterator[Intersection]:
     """All pieces of `tensor` that the destination needs, in order of start: the largest boxes that no rank of the two
-    layouts holds or needs partially.
-
-    Errors: LayoutError when no rank holds some of the elements.
-    """
+    layouts holds or needs partially. Errors: LayoutError when no rank holds some of the elements."""
     atoms = source.atoms.get(tensor, [])
     starts = [box.rows[0] for box, _ in atoms]
     reach = list(accumulate((box.rows[1] for box, _ in atoms), max))  # non-decreasing, so it can be bisected

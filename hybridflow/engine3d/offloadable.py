@@ -19,8 +19,7 @@ class Memory(Protocol):
     """Releasable memory of named tensors; implemented by `Residency` and, for vLLM, `PooledMemory`.
 
     `names` default to all of its tensors; unknown names are left alone. `total_bytes` counts all releasable bytes,
-    `resident_bytes` those allocated now.
-    """
+    `resident_bytes` those allocated now."""
 
     @property
     def total_bytes(self) -> int: ...
@@ -52,8 +51,7 @@ class Residency:
 
     Storages on devices of another type than `device` are not released either: state that a CUDA model keeps in host
     memory stays there and is freed with the last reference. Existing views become valid again with the memory; a tensor
-    without memory allows no new views.
-    """
+    without memory allows no new views."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, kept: Collection[str] = ()) -> None:
         self.device = device
@@ -155,8 +153,7 @@ class MemoryAccount:
     """Bytes of this rank's tracked tensors: now, and the peak since `restart`.
 
     Every acquire and release goes through a `TrackedMemory`, so the numbers are measured, not planned. A storage shared
-    by several names or both engines counts once.
-    """
+    by several names or both engines counts once."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}  # references keep the keys unique
@@ -195,8 +192,7 @@ class TrackedMemory:
     """One side's memory, entered into an account.
 
     Only names in `released` are ever released. Tensors in `gaps` have unwritten elements (padding), which return as
-    zeros. `gone` are the names whose content is lost.
-    """
+    zeros. `gone` are the names whose content is lost."""
 
     def __init__(
         self,

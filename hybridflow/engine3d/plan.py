@@ -31,8 +31,7 @@ class Move:
 
     With `hop` 0 it comes from the source layout. With `hop` 1 it is relayed: `origin` is then a region of the
     *destination* layout on rank `source`, filled in an earlier round by a move of hop 0, and `root` is that move's
-    source rank and storage name.
-    """
+    source rank and storage name."""
 
     box: Box
     source: int
@@ -57,8 +56,7 @@ class Traffic:
 
     `peak_bytes` is an upper bound of the transfer's extra memory: it counts a buffer for every message, in two
     alternating buffers, though a message of one contiguous piece in the transfer dtype needs none. Everything else is
-    exact if all elements travel at the given `itemsize`.
-    """
+    exact if all elements travel at the given `itemsize`."""
 
     rank: int
     sent_bytes: int = 0
@@ -86,8 +84,7 @@ class WeightPlan:
     """The moves between `ranks` ranks, in an order that all ranks share (canonical tensor, start, hop).
 
     With `rank` it holds only the moves that this rank sends, receives or keeps. `nodes[rank]` is the node of each rank.
-    Plain data: it can be pickled, and built long before the storages exist.
-    """
+    Plain data: it can be pickled, and built long before the storages exist."""
 
     ranks: int
     moves: tuple[Move, ...]
@@ -112,8 +109,7 @@ class WeightPlan:
         cut where a round is full (to at least one element, and one per copy: `pace.copies + 1` elements are the
         smallest half). All ranks cut and number alike, with the whole plan or their own part: a round without work for
         a rank is empty. Ranks that execute the rounds in order, each as one batch, cannot deadlock. A relay comes two
-        rounds after its piece arrives, because the next round is posted while that one is in flight.
-        """
+        rounds after its piece arrives, because the next round is posted while that one is in flight."""
         windows, grain = self.pace.windows(max_bytes, itemsize)
         rounds: dict[int, list[Move]] = {}
         for move in self.moves:
@@ -166,10 +162,8 @@ class WeightPlan:
 
         PUZZLE's Algorithm 1 computes this table for a change that keeps D, divides P and multiplies T by the same
         factor: each rank broadcasts its shard to the ranks whose new shard contains or cuts it (as printed, it is
-        correct for these pairs only). Here the plan gives the table, for any two layouts on any ranks.
-
-        Errors: LayoutError when this is one rank's part of a plan.
-        """
+        correct for these pairs only). Here the plan gives the table, for any two layouts on any ranks. Errors:
+        LayoutError when this is one rank's part of a plan."""
         if self.rank is not None:
             raise LayoutError(
                 f"this is rank {self.rank}'s part of a plan; the routing table needs the whole. Call plan(source, "
@@ -216,12 +210,10 @@ def plan(
     it needs and does not hold, and an element enters a node at most once. In the smaller layout the remaining ranks
     hold nothing. With `rank` the plan is that rank's part, equal to its moves in the whole plan. `exact` requires the
     same whole tensors on both sides; else the source may have more (a head that a critic lacks), and the destination
-    may need parts of tensors.
-
-    Errors: LayoutError when a destination tensor is not in the source or has another shape there, when no rank holds
-    some of its elements, for a box or an offset that does not fit its tensor, and for a rank outside the group; with
-    `exact` also when the source has another tensor, or the destination has no place for some elements.
-    """
+    may need parts of tensors. Errors: LayoutError when a destination tensor is not in the source or has another shape
+    there, when no rank holds some of its elements, for a box or an offset that does not fit its tensor, and for a rank
+    outside the group; with `exact` also when the source has another tensor, or the destination has no place for some
+    elements."""
     ranks = max(source.ranks, destination.ranks)
     if rank is not None and not 0 <= rank < ranks:
         raise LayoutError(f"rank {rank} is not among the {ranks} ranks of these layouts.")

@@ -69,8 +69,7 @@ class _Deal:
 class FanOut:
     """Route from a piece's holders to its receivers, and the sequence of all pieces on it.
 
-    It has a deal within each node that has holders, and one for all other nodes. `length` counts elements.
-    """
+    It has a deal within each node that has holders, and one for all other nodes. `length` counts elements."""
 
     deals: list[_Deal]
     length: int = 0
@@ -97,8 +96,7 @@ class Routes:
     """Routes of the pieces that exactly the ranks `holders` hold, requested one by one in canonical order.
 
     `nodes[rank]` is the node of each rank. Ranks of equal `wanted[rank]` need the same of every tensor, and serve each
-    other first: with the paper's grouping they are micro data parallel groups, which no piece leaves.
-    """
+    other first: with the paper's grouping they are micro data parallel groups, which no piece leaves."""
 
     def __init__(self, holders: Iterable[int], nodes: Sequence[int], wanted: Sequence[int]) -> None:
         self._order = [(part, rank) for rank, part in enumerate(wanted)]
@@ -141,8 +139,7 @@ class Pace:
     Window j of each sequence travels in round j.
 
     `elements`: maximum that a rank sends and receives. `copies`: maximum number of copies of the elements at one
-    position of all sequences that a rank sends and receives.
-    """
+    position of all sequences that a rank sends and receives."""
 
     elements: int = 0
     copies: int = 0
@@ -152,8 +149,7 @@ class Pace:
         take at most `max_bytes` together.
 
         A window holds at most 1/R of a sequence plus one uncut piece from the previous window, for which a quarter of a
-        round's elements is reserved. A bound below one element per copy cannot be met.
-        """
+        round's elements is reserved. A bound below one element per copy cannot be met."""
         if not self.copies:
             return 1, 1
         bound = max(max_bytes // IN_FLIGHT // itemsize, self.copies + 1)
@@ -164,8 +160,7 @@ class Pace:
 def travels_alone(nbytes: int) -> bool:
     """Whether a piece is a message of its own; a round's other pieces between two ranks share one.
 
-    The size alone decides, so both sides agree without communication.
-    """
+    The size alone decides, so both sides agree without communication."""
     return nbytes >= DIRECT_BYTES
 
 
@@ -177,8 +172,7 @@ def staged(nbytes: int) -> int:
 def cut(box: Box, at: int, of: int, windows: int, grain: int) -> Iterator[tuple[int, Box]]:
     """Parts of `box`, which starts at element `at` of a sequence of `of`, in index order, each with its window.
 
-    A part belongs to the window of its last element, and reaches at most `grain - 1` elements into earlier ones.
-    """
+    A part belongs to the window of its last element, and reaches at most `grain - 1` elements into earlier ones."""
     numel = box.numel
     first, last = at * windows // of, (at + numel - 1) * windows // of
     if first == last or numel <= grain:

@@ -37,8 +37,7 @@ class Transition:
 
     `nodes[rank]` is the node of each rank; empty: all are equally near. Errors, before anything moves or is shared:
     LayoutError when trainer and generator differ in their tensors or `nodes` has another number of ranks; those of
-    `Generator.share` and `Transfer`.
-    """
+    `Generator.share` and `Transfer`."""
 
     def __init__(
         self,
@@ -73,8 +72,7 @@ class Transition:
         """Let generation use the memory of training tensors with the same elements in the same places.
 
         Returns generation name -> training name. Leaves out a training storage that also holds unshared tensors: it
-        would have to stay for a part of it, and zero redundancy comes first.
-        """
+        would have to stay for a part of it, and zero redundancy comes first."""
         source, destination = self._train.storage(), self._generate.storage()
         by_storage: dict[int, set[str]] = {}
         for name, tensor in source.items():
@@ -110,10 +108,8 @@ class Transition:
                 )
 
     def prepare(self) -> None:
-        """Take the memory that `run` needs first: its buffers, and generation's if that comes as a whole.
-
-        Errors: OutOfMemoryError, also where less is free than later steps need: in them peers wait for this rank.
-        """
+        """Take the memory that `run` needs first: its buffers, and generation's if that comes as a whole. Errors:
+        OutOfMemoryError, also where less is free than later steps need: in them peers wait for this rank."""
         self._left = True
         self.transfer.prepare()
         if (device := next(iter(self.generate.tensors.values())).device).type == "cuda":
@@ -135,8 +131,7 @@ class Transition:
         """Update the generation weights and release training tensors.
 
         Collective over the group. Errors: WaitTimeoutError, or out of memory. Pieces that have not arrived are then
-        still in the training tensors, and `back` recovers the others.
-        """
+        still in the training tensors, and `back` recovers the others."""
         self._left = True
         self.transfer.run()
         self.train.release()
@@ -151,8 +146,7 @@ class Transition:
     def back(self, *, keep: bool) -> None:
         """Refill released training tensors, layer by layer, and release the generation tensors unless `keep`.
 
-        After an error call it again: it continues where it stopped.
-        """
+        After an error call it again: it continues where it stopped."""
         gone = self.train.gone
         if self._left and self._restored:  # on all ranks, even those that released nothing
             if not keep:

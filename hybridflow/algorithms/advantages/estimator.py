@@ -24,8 +24,7 @@ class Estimator:
     `reads` names the columns besides rewards and mask (None: every column), `writes` those besides advantages and
     returns. `kl` says where a KL penalty goes: into the token rewards; to "split" estimators as a third argument, the
     reward -kl_coef * kl_t of every token, ragged [B, R]; nowhere, where the token rewards are "unused". The token
-    rewards are float64, and so are the results: `compute_advantage` rounds them.
-    """
+    rewards are float64, and so are the results: `compute_advantage` rounds them."""
 
     reads: tuple[str, ...] | None = ()
     writes: tuple[str, ...] = ()

@@ -24,8 +24,7 @@ class GAE(Estimator):
         R_t     = A_t + v_t
 
     `whiten` brings the advantages to mean 0 and variance 1 over the valid tokens of the batch.
-    Schulman et al., "High-dimensional continuous control using generalized advantage estimation" (2016), eq. 16.
-    """
+    Schulman et al., "High-dimensional continuous control using generalized advantage estimation" (2016), eq. 16."""
 
     gamma: Fraction = 1.0
     lam: Fraction = 0.95
@@ -41,8 +40,7 @@ class GAE(Estimator):
 def gae(rewards: Ragged, values: Ragged, mask: Ragged, *, gamma: float, lam: float) -> tuple[Ragged, Ragged]:
     """Advantages and returns, ragged [B, R] float64, 0 at masked tokens: see `GAE`.
 
-    `rewards` and `values` ragged [B, R] of any type of number, `mask` ragged [B, R] bool.
-    """
+    `rewards` and `values` ragged [B, R] of any type of number, `mask` ragged [B, R] bool."""
     valid = mask.values
     reward_V, value_V = rewards.values[valid].to(torch.float64), values.values[valid].to(torch.float64)
     delta_V = reward_V + float(gamma) * _next_in_row(value_V, mask) - value_V

@@ -21,13 +21,12 @@ from hybridflow.settings import Positive, is_number, require, settings
 class GDPO(Estimator):
     """A = whiten(sum over c of w_c * A^c), with A^c the GRPO advantage of the column rewards/<c> alone.
 
-    `components` names reward components, such as ("correct", "format"). A component is nan where it does not apply to
-    a row: the row is left out of its statistics and gets 0 from it. `weights` has one number for each, 1 without it.
+    `components` names reward components, such as ("correct", "format"). A component is nan where it does not apply to a
+    row: the row is left out of its statistics and gets 0 from it. `weights` has one number for each, 1 without it.
     `eps`, added to the standard deviation of a group, is verl's (TRL: 1e-4). Whitening is over the valid tokens of the
     batch and with Bessel's correction, as in verl; TRL normalises over rows, so that long responses count no more than
     short ones there.
-    Liu et al., "GDPO: group reward-decoupled normalization policy optimization" (2026, arXiv 2601.05242), section 3.
-    """
+    Liu et al., "GDPO: group reward-decoupled normalization policy optimization" (2026, arXiv 2601.05242), section 3."""
 
     components: Sequence[str]
     weights: Sequence[float] | None = None

@@ -12,11 +12,10 @@ from hybridflow.settings import settings
 class GPG(GroupEstimator):
     """A_i = alpha * (r_i - mean of its group), alpha = B / (B - M).
 
-    M counts the rows of groups in which all scores are equal: their gradient is 0, and alpha takes them out of the
-    mean over the batch. verl has B / (number of scores other than 0) in place of alpha. A group of one row gets 0 and
-    counts as one of the M (verl: its raw score). The loss that goes with it is "reinforce".
-    Chu et al., "GPG: a simple and strong reinforcement learning baseline for model reasoning" (2025).
-    """
+    M counts the rows of groups in which all scores are equal: their gradient is 0, and alpha takes them out of the mean
+    over the batch. verl has B / (number of scores other than 0) in place of alpha. A group of one row gets 0 and counts
+    as one of the M (verl: its raw score). The loss that goes with it is "reinforce".
+    Chu et al., "GPG: a simple and strong reinforcement learning baseline for model reasoning" (2025)."""
 
     def row_advantages(self, scores: Tensor, groups: PromptGroups) -> Tensor:
         differing = groups.differs(scores).sum()

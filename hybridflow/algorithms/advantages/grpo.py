@@ -15,8 +15,7 @@ class GRPO(GroupEstimator):
     The standard deviation has Bessel's correction, as in TRL and verl; `eps` is verl's (TRL adds 1e-4). A group of one
     row gets 0, where verl gives it its raw score: without a comparison there is no signal. `normalize=False` leaves out
     the division: `DrGRPO`.
-    Shao et al., "DeepSeekMath" (2024), section 4.1.
-    """
+    Shao et al., "DeepSeekMath" (2024), section 4.1."""
 
     normalize: bool = True
     eps: Positive = 1e-6
@@ -32,8 +31,7 @@ class DrGRPO(GroupEstimator):
 
     Liu et al., "Understanding R1-Zero-like training: a critical perspective" (Dr. GRPO, 2025): dividing by the std
     favours prompts that are nearly always or nearly never solved. The constant length of its loss is the aggregation
-    `seq-mean-token-sum-norm`.
-    """
+    `seq-mean-token-sum-norm`."""
 
     def row_advantages(self, scores: Tensor, groups: PromptGroups) -> Tensor:
         return groups.centred(scores)

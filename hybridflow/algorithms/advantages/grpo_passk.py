@@ -28,8 +28,7 @@ class GRPOPassK(GroupEstimator):
         A_j = sum over l = j..n-1 of (r_l - r_(l+1)) * binom(n - l, k - 1) / binom(n - 1, k - 1)
 
     Tang et al., "Optimizing language models for inference time objectives using reinforcement learning" (2025,
-    arXiv 2503.19595), section 3: the leave-one-out control variate.
-    """
+    arXiv 2503.19595), section 3: the leave-one-out control variate."""
 
     k: Annotated[int, Check("a whole number of at least 2", lambda k: is_whole(k) and k >= 2)] | None = None
     normalize: bool = True

@@ -15,8 +15,7 @@ class OPO(GroupEstimator):
 
     The number l_j of valid tokens of a response stands for the squared norm of its gradient. A group of one row gets
     exactly 0 (verl gives it its raw score).
-    Hao et al., "On-policy RL with optimal reward baseline" (2025).
-    """
+    Hao et al., "On-policy RL with optimal reward baseline" (2025)."""
 
     def row_advantages(self, scores: Tensor, groups: PromptGroups) -> Tensor:
         baseline = groups.mean(scores, groups.tokens)

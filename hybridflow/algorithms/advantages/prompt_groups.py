@@ -24,8 +24,7 @@ class PromptGroups:
 
     `number` [B] int64 is the group of each row, counted from 0; `counts` [B] bool says which rows take part (a row
     without a valid token does not), `tokens` [B] the valid tokens of each row, `sizes` [G] int64 how many rows of each
-    group count. Values of rows that do not count are ignored, even nan, and centred values are 0 there.
-    """
+    group count. Values of rows that do not count are ignored, even nan, and centred values are 0 there."""
 
     number: Tensor
     counts: Tensor
@@ -83,10 +82,8 @@ class PromptGroups:
 
 
 def groups_of(batch: Batch) -> PromptGroups:
-    """The groups of the batch, of which rows without a valid token do not count.
-
-    Errors: BatchError when no group has two rows.
-    """
+    """The groups of the batch, of which rows without a valid token do not count. Errors: BatchError when no group has
+    two rows."""
     group_id = row_column(batch, "group_id")
     if len(group_id.unique()) == len(group_id):
         raise BatchError(
@@ -100,8 +97,7 @@ class GroupEstimator(Estimator):
     """Base of estimators that compare the responses to one prompt: one advantage for all tokens of a response.
 
     `whitens` says that the advantages are whitened over the valid tokens of the batch. `returns` are the score of the
-    row, its summed reward, at every valid token.
-    """
+    row, its summed reward, at every valid token."""
 
     reads = ("group_id",)
     whitens = False
@@ -121,9 +117,8 @@ class GroupEstimator(Estimator):
 class GroupFilter:
     """Groups by whether their scores differ: row positions of each group, in order of its first row.
 
-    Only `informative` groups can teach a group-relative algorithm something; in `degenerate` ones all scores are
-    equal. `total` and `rows` are the sum and the number of the scores that count.
-    """
+    Only `informative` groups can teach a group-relative algorithm something; in `degenerate` ones all scores are equal.
+    `total` and `rows` are the sum and the number of the scores that count."""
 
     informative: list[list[int]] = field(default_factory=list)
     degenerate: list[list[int]] = field(default_factory=list)
@@ -137,8 +132,7 @@ def filter_groups(batch: Batch, by: str) -> GroupFilter:
     A row without a valid token or with a score of NaN (a reward that does not apply to it) does not count. The paper
     keeps groups with some, but not all answers right; with other rewards than 0 and 1 that is a group with two
     different scores. Yu et al., "DAPO" (2025), section 3.2, equation 11.
-    Errors: BatchError when `by` or `group_id` is not a column of numbers.
-    """
+    Errors: BatchError when `by` or `group_id` is not a column of numbers."""
     mask = response_mask(batch) if "response_mask" in batch else None
     scores = row_scores(batch.peek(by), mask, by)
     tokens = None if mask is None else valid_lengths(mask)

@@ -15,8 +15,7 @@ class Reinforce(Estimator):
     """Rewards to go, r_t + gamma * r_{t+1} + ..., minus their mean over the valid tokens of the batch.
 
     `normalize=True` also divides by the standard deviation: that is `ReinforcePlusPlus`.
-    Williams, "Simple statistical gradient-following algorithms" (1992).
-    """
+    Williams, "Simple statistical gradient-following algorithms" (1992)."""
 
     gamma: Fraction = 1.0
     normalize: bool = False

@@ -23,8 +23,7 @@ class ReinforcePlusPlus(Estimator):
     The KL penalty of every token is part of its reward (`kl_coef`). The variance has Bessel's correction and 1e-8
     added, as in verl. Masked tokens of a multi-turn response are skipped: the sum continues over them, where verl's
     starts again at each, so that a reward at the end does not reach earlier turns.
-    Hu et al., "REINFORCE++" (2025, arXiv 2501.03262), section 3.
-    """
+    Hu et al., "REINFORCE++" (2025, arXiv 2501.03262), section 3."""
 
     gamma: Fraction = 1.0
 
@@ -40,8 +39,7 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
 
     The variance of the batch has Bessel's correction and 1e-8 added, as in verl. A group of one row is centred to 0
     (verl: its raw score).
-    Hu et al., "REINFORCE++" (2025, arXiv 2501.03262), section 3: REINFORCE++ with baseline.
-    """
+    Hu et al., "REINFORCE++" (2025, arXiv 2501.03262), section 3: REINFORCE++ with baseline."""
 
     whitens = True
 

@@ -17,8 +17,7 @@ class ReMax(Estimator):
     """A_t = (r_t + gamma * r_{t+1} + ...) - baseline, with the column `baseline` [B] float: the reward of a greedy
     response to the same prompt.
 
-    Li et al., "ReMax" (2023), algorithm 1.
-    """
+    Li et al., "ReMax" (2023), algorithm 1."""
 
     gamma: Fraction = 1.0
     reads = ("baseline",)

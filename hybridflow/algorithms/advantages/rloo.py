@@ -12,10 +12,9 @@ from hybridflow.settings import settings
 class RLOO(GroupEstimator):
     """A_i = r_i - mean of r_j over the *other* rows j of its group.
 
-    With n rows that is n / (n - 1) * (r_i - mean of the group). A group of one row has no others and gets 0 (verl
-    gives it its raw score).
-    Ahmadian et al., "Back to basics: revisiting REINFORCE-style optimization" (2024), section 3.2.
-    """
+    With n rows that is n / (n - 1) * (r_i - mean of the group). A group of one row has no others and gets 0 (verl gives
+    it its raw score).
+    Ahmadian et al., "Back to basics: revisiting REINFORCE-style optimization" (2024), section 3.2."""
 
     def row_advantages(self, scores: Tensor, groups: PromptGroups) -> Tensor:
         return groups.centred(scores) * groups.size / (groups.size - 1).clamp(min=1)

@@ -44,8 +44,7 @@ class Lagrange(Controller):
 
     Dai et al., "Safe RLHF" (2023), equation 31; their code takes the mean over a window of the last responses, this one
     over the batch.
-    Errors: ConfigError for a number that is not finite, or an init or maximum that is not above 0.
-    """
+    Errors: ConfigError for a number that is not finite, or an init or maximum that is not above 0."""
 
     limit: Finite
     init: Positive = 1.0
@@ -79,10 +78,9 @@ class SafeRLHF(Estimator):
     with A_r, A_c the generalised advantage estimates of rewards with `values` and of `costs` with `cost_values`.
     `lagrange` is lambda: a number that stays, or `Lagrange(limit=...)`, which learns from the mean cost of the batch
     before the batch is weighed. `whiten` brings A_r and A_c to one scale before (not in the paper; lambda then weighs
-    them whatever their units); `cost_advantages` are A_c as they went in. Of a KL penalty half is taken from the
-    reward and half is added to the cost: A would otherwise count it 1 / (1 + lambda) times.
-    Dai et al., "Safe RLHF" (2023), section 3.3 and equation 30.
-    """
+    them whatever their units); `cost_advantages` are A_c as they went in. Of a KL penalty half is taken from the reward
+    and half is added to the cost: A would otherwise count it 1 / (1 + lambda) times.
+    Dai et al., "Safe RLHF" (2023), section 3.3 and equation 30."""
 
     lagrange: Annotated[
         float | Lagrange,

@@ -18,8 +18,7 @@ def token_rewards(rewards: Column, mask: Ragged, name: str = "rewards") -> Ragge
     """Ragged [B, R] float64: token rewards as they are, or [B] rewards at the last valid token of each row.
 
     Exactly 0 at masked tokens; a row without valid tokens keeps none, whatever its reward. `name` of the column is for
-    messages. Errors: BatchError for a wrong shape or a reward that is not finite, with its row.
-    """
+    messages. Errors: BatchError for a wrong shape or a reward that is not finite, with its row."""
     if isinstance(rewards, list):
         raise BatchError(f"{name} is a column of Python objects; it must be a tensor [rows], or ragged.")
     per_token = isinstance(rewards, Ragged)

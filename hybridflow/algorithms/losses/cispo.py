@@ -14,11 +14,10 @@ class CISPO(PolicyLoss):
         ratio = exp(log_probs - old_log_probs)
         loss  = -stop(clamp(ratio, 1 - clip, 1 + clip_high)) * A * log_probs       (clip_high defaults to clip)
 
-    Every valid token keeps its gradient; one counts as clipped when its weight is not its ratio. `clip=1` puts no
-    lower bound on the weight, as in the paper. The upper bound is 1 + clip_high, as in the paper and in verl; TRL's
+    Every valid token keeps its gradient; one counts as clipped when its weight is not its ratio. `clip=1` puts no lower
+    bound on the weight, as in the paper. The upper bound is 1 + clip_high, as in the paper and in verl; TRL's
     `epsilon_high` of CISPO is the bound itself (5.0 there is clip_high=4.0 here). Log-ratios are kept within +-20.
-    MiniMax, "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), eq. 4 and 5.
-    """
+    MiniMax, "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), eq. 4 and 5."""
 
     clip: Positive = 0.2
     clip_high: Positive | None = None

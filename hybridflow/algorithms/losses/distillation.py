@@ -28,8 +28,7 @@ def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
         beta * KL(q || m) + (1 - beta) * KL(p || m)     with m = beta * q + (1 - beta) * p
 
     of the policy p and the teacher q. At its ends, where it is 0, it is replaced by its slope: KL(q || p) for beta=0
-    and KL(p || q) for beta=1 (as in TRL).
-    """
+    and KL(p || q) for beta=1 (as in TRL)."""
     log_q = lowest(log_q)
     if beta == 0.0:
         return log_q.exp() * (log_q - log_p)
@@ -50,8 +49,7 @@ class GKD(AggregatedLoss):
     those at the temperature of the batch.
 
     Metrics: `actor/loss`, and `actor/divergence`, its mean over tokens.
-    Agarwal et al., "On-policy distillation of language models" (GKD, 2024), eq. 1 and 2, algorithm 1.
-    """
+    Agarwal et al., "On-policy distillation of language models" (GKD, 2024), eq. 1 and 2, algorithm 1."""
 
     beta: Fraction = 0.5
     over: Literal["vocabulary", "top_k"] = "vocabulary"

@@ -24,8 +24,7 @@ class GMPO(PolicyLoss):
     clips each token by the sign of its own). A `rollout_correction` of level "token" weighs the row's loss at each
     token, so that the row gets the arithmetic mean of these weights, not their geometric one. Ranges are of the
     log-ratio: 0.4 is (e^-0.4, e^0.4) of the ratio. A token counts as clipped when a clip takes its gradient.
-    Zhao et al., "Geometric-mean policy optimization" (2025), arXiv 2507.20673.
-    """
+    Zhao et al., "Geometric-mean policy optimization" (2025), arXiv 2507.20673."""
 
     clip: Positive = 0.4
     clip_high: Positive | None = None

@@ -18,11 +18,10 @@ class GSPO(PolicyLoss):
         s_t   = stop(s) * exp(log_probs_t - stop(log_probs_t))                     (the value of s, token t's gradient)
         loss  = -min(s_t * A_t, clamp(s_t, 1 - clip, 1 + clip_high) * A_t)
 
-    Aggregated by "seq-mean-token-mean", the default here, with one advantage per row, it is the sequence objective
-    (eq. 5) and has its gradient. The log-ratio of each token is kept within +-20 before the mean; verl leaves them
-    alone and bounds the log of s_t, by 10 from above.
-    Zheng et al., "Group sequence policy optimization" (2025), eq. 13 and 14; clip ranges of section 5.1.
-    """
+    Aggregated by "seq-mean-token-mean", the default here, with one advantage per row, it is the sequence objective (eq.
+    5) and has its gradient. The log-ratio of each token is kept within +-20 before the mean; verl leaves them alone and
+    bounds the log of s_t, by 10 from above.
+    Zheng et al., "Group sequence policy optimization" (2025), eq. 13 and 14; clip ranges of section 5.1."""
 
     clip: Positive = 3e-4
     clip_high: Positive = 4e-4

@@ -33,8 +33,7 @@ class Totals:
 
     `tokens` counts True entries of response_mask, `rows` the rows (also those without a True entry; rows with one
     `trajectory_id` count once), `sequence_tokens` all prompt + response tokens, `longest` the response tokens of the
-    longest row or trajectory, masked ones too.
-    """
+    longest row or trajectory, masked ones too."""
 
     tokens: float
     rows: float
@@ -75,8 +74,7 @@ class TokenWeights:
                                   longest response of the mini-batch, which changes from one to the next
 
         Rows without a valid token count among the rows (verl leaves them out unless it is given the number of rows).
-        Errors: ConfigError for an unknown aggregation, and without `norm` where the longest response is not known.
-        """
+        Errors: ConfigError for an unknown aggregation, and without `norm` where the longest response is not known."""
         check_aggregation(how, norm)
         mask, totals = self._mask, self._totals
         kept = torch.where(mask.values, token_values, 0.0)
@@ -110,8 +108,7 @@ class Loss:
     """Base of the losses: `loss(outputs, rows, totals) -> (scalar, metrics)`, shares of one micro-batch.
 
     `outputs` are the engine's outputs that the loss differentiates, `rows` the micro-batch's columns on the same
-    device.
-    """
+    device."""
 
     @property
     def reads(self) -> tuple[str, ...] | None:

@@ -43,17 +43,16 @@ class PolicyLoss(AggregatedLoss):
 
     The KL term is GRPO's, estimated as `kl` ("k3" where it is not given; refused without `kl_coef`). As a loss, only
     "k2" has the gradient of KL(policy || reference) in expectation; that of "k3" is the gradient of KL(reference ||
-    policy), that of "abs" only knows the sign, and that of "k1" is 0 on average, so it is refused.
-    `rollout_correction` ("token", "sequence", "geometric" or `RolloutCorrection(...)`) weighs the loss of the policy
-    alone. All three are reduced by the same `aggregation` (None: the loss's own).
+    policy), that of "abs" only knows the sign, and that of "k1" is 0 on average, so it is refused. `rollout_correction`
+    ("token", "sequence", "geometric" or `RolloutCorrection(...)`) weighs the loss of the policy alone. All three are
+    reduced by the same `aggregation` (None: the loss's own).
 
     Metrics: `actor/loss`, `actor/clip_fraction`, `actor/ratio`, `actor/entropy`, `actor/kl_loss`, and `actor/ppo_kl`,
     the k3 estimate of KL(old policy || new policy) in nats per token (verl's is k1).
 
     A loss implements `token_loss`; the names of its parameters are the columns that it gets ("log_probs" and "entropy"
     are the engine's, "mask" is the response_mask): floats per token come ragged [B, R] and 0 at masked tokens, others
-    as they are.
-    """
+    as they are."""
 
     entropy_coef: Finite = 0.0
     kl_coef: NonNegative | None = None
@@ -85,7 +84,6 @@ class PolicyLoss(AggregatedLoss):
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """What `token_loss` is given."""
         return columns_of(self.token_loss)
 
     @property

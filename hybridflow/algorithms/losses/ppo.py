@@ -21,9 +21,8 @@ class PPO(PolicyLoss):
     With `dual_clip=c` (> 1) the loss of tokens with A < 0 is at most -c * A; without it there is no such bound (verl
     has c = 3 by default). A token counts as clipped when it gets no gradient because of a clip. Log-ratios are kept
     within +-20.
-    Schulman et al., "Proximal policy optimization algorithms" (2017), eq. 7; asymmetric clip: DAPO (2025), eq. 10;
-    dual clip: Ye et al. (2020), eq. 5.
-    """
+    Schulman et al., "Proximal policy optimization algorithms" (2017), eq. 7; asymmetric clip: DAPO (2025), eq. 10; dual
+    clip: Ye et al. (2020), eq. 5."""
 
     clip: Positive = 0.2
     clip_high: Positive | None = None

@@ -22,8 +22,7 @@ def negative_log_likelihood(log_probs: Tensor, mask: Tensor) -> Tensor:
 class PretrainLoss(AggregatedLoss):
     """-coef * log p of every response token (all of them without a `response_mask`), in nats.
 
-    The pretraining loss of PPO-ptx (InstructGPT, 2022, eq. 2) and of Safe-RLHF.
-    """
+    The pretraining loss of PPO-ptx (InstructGPT, 2022, eq. 2) and of Safe-RLHF."""
 
     coef: Finite = 1.0
     figure: ClassVar[str] = "actor/pretrain_loss"

@@ -17,8 +17,7 @@ class SAPO(PolicyLoss):
         loss  = -4 / tau * sigmoid(tau * (ratio - 1)) * A           (tau = tau_pos where A > 0, else tau_neg)
 
     There is no clip. Aggregated by "seq-mean-token-mean" by default. Log-ratios are kept within +-20.
-    Gao et al., "Soft adaptive policy optimization" (2025), arXiv 2511.20347.
-    """
+    Gao et al., "Soft adaptive policy optimization" (2025), arXiv 2511.20347."""
 
     tau_pos: Positive = 1.0
     tau_neg: Positive = 1.05

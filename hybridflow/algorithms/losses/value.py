@@ -18,8 +18,7 @@ class ValueLoss(AggregatedLoss):
         loss   = 1/2 * max((v - R)^2, (v_clip - R)^2)            (clip=None: 1/2 * (v - R)^2)
 
     As in OpenAI's baselines and Ziegler et al. (2019); Huang et al., "The N implementation details of RLHF with PPO"
-    (2023), detail 3.8.
-    """
+    (2023), detail 3.8."""
 
     clip: Positive | None = 0.2
 

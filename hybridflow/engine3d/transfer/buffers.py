@@ -46,8 +46,7 @@ def same_memory(into: Tensor, from_: Tensor) -> bool:
 class Parcel(NamedTuple):
     """A piece on one rank: its transfer dtype, and the views [box] that it is read from or written to.
 
-    `storages` are the source storages read (none for a relay) or the destination storages written.
-    """
+    `storages` are the source storages read (none for a relay) or the destination storages written."""
 
     tensor: str
     dtype: torch.dtype
@@ -64,8 +63,7 @@ class Message:
     """One message to or from `peer`: parcels in sequence, wider dtypes first for alignment.
 
     `flat` is the storage as bytes [nbytes] uint8 if it equals the message; else a buffer is needed. It is made at once:
-    later the storage may have no memory.
-    """
+    later the storage may have no memory."""
 
     peer: int
     sent: bool
@@ -93,8 +91,7 @@ class Message:
 def messages(parcels: Iterable[tuple[int, bool, Parcel]], device: torch.device) -> list[Message]:
     """The messages of one round on one rank for its parcels (peer, whether sent, parcel) in plan order.
 
-    Receives come first: gloo sends at once to a peer that is known to be waiting.
-    """
+    Receives come first: gloo sends at once to a peer that is known to be waiting."""
     small: dict[tuple[int, bool], list[Parcel]] = {}
     out = []
     for peer, sent, parcel in parcels:
@@ -114,8 +111,7 @@ class Round:
     """One round on this rank, from packing to unpacking: its messages, and the operations once it is bound to a buffer.
 
     `runs` counts completed runs. For large messages between ranks of one host, the sender announces the address, and
-    the receiver reads the bytes and acknowledges (`peer_memory.py`).
-    """
+    the receiver reads the bytes and acknowledges (`peer_memory.py`)."""
 
     messages: list[Message]
     memory: PeerMemory
@@ -189,8 +185,7 @@ class Round:
         """Wait at most `timeout` seconds for the messages, and unpack them.
 
         Receives come first: a rank acknowledges its reads before it waits for its peers'. Errors: RuntimeError of
-        torch.distributed after the timeout, OSError when a peer's memory cannot be read.
-        """
+        torch.distributed after the timeout, OSError when a peer's memory cannot be read."""
         end = time.monotonic() + timeout if timeout else None
         acknowledged: list[tuple[int, dist.Work]] = []
         for i, work in enumerate(self.works):

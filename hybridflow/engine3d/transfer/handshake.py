@@ -57,8 +57,7 @@ def check_complete(group: dist.ProcessGroup | None) -> None:
     """Check that NCCL has aborted no operation of `group`, after the host has waited for the device.
 
     An NCCL operation whose peer does not come is aborted by the watchdog after the group's timeout. The host's wait
-    then ends as if the operation were done, and what it wrote is undefined. Errors: WaitTimeoutError.
-    """
+    then ends as if the operation were done, and what it wrote is undefined. Errors: WaitTimeoutError."""
     if group is None or dist.get_backend(group) != "nccl":
         return
     state = group._get_backend(torch.device("cuda")).get_error()  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,11 +86,9 @@ class Handshake:
 
     `dtypes` are those of this rank's source and destination storages that its moves use, all of which can travel;
     `failure` says why they cannot be used. `readable` maps ranks to the process ids whose memory this rank reads,
-    `readers` are the ranks that read its own.
-
-    Errors: the `failure` itself on its rank, and LayoutError on all others. LayoutError on every rank when a dtype has
-    no conversion, and when the ranks' plans differ. WaitTimeoutError when a rank does not take part.
-    """
+    `readers` are the ranks that read its own. Errors: the `failure` itself on its rank, and LayoutError on all others.
+    LayoutError on every rank when a dtype has no conversion, and when the ranks' plans differ. WaitTimeoutError when a
+    rank does not take part."""
 
     def __init__(
         self,
@@ -123,8 +120,7 @@ class Handshake:
 
     def wire(self, move: Move) -> torch.dtype:
         """A piece's transfer dtype, equal on both ranks: the narrower one, or the destination's if both are equally
-        wide. A relayed piece travels no wider than at its root.
-        """
+        wide. A relayed piece travels no wider than at its root."""
         source = self._root(move)
         ends = [self._reports[move.destination].destination[region.storage] for region in move.into]
         destination = max(ends, key=lambda dtype: dtype.itemsize)

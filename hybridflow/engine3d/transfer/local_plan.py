@@ -32,8 +32,7 @@ class LocalPlan:
 
     `failure` is a misfit, or any error of a storage that is read from a file on access. It is not raised here, because
     the other ranks must learn of it.
-    Storages must have memory now; views that were made stay valid when it goes and comes.
-    """
+    Storages must have memory now; views that were made stay valid when it goes and comes."""
 
     def __init__(self, plan: WeightPlan, source: Storage, destination: Storage, rank: int) -> None:
         self.sources: dict[str, Tensor] = {}

@@ -49,8 +49,7 @@ class PeerMemory:
 
     A number in this process's memory changes when a run begins and ends, before memory is freed: a reader that finds
     the announced number after reading the bytes has read valid bytes. The number is random, so a process that reuses a
-    dead one's id does not have it.
-    """
+    dead one's id does not have it."""
 
     def __init__(self) -> None:
         self._number = torch.tensor([secrets.randbits(62)])
@@ -77,9 +76,7 @@ class PeerMemory:
 
 def read_announced(pid: int, announced: Tensor, into: Iterable[Tensor]) -> None:
     """Read what `announced` of process `pid` names into contiguous tensors of the same sizes, in the same order.
-
-    Errors: OSError when the process is gone or its memory was given back meanwhile.
-    """
+    Errors: OSError when the process is gone or its memory was given back meanwhile."""
     where, number, *addresses = announced.tolist()
     for address, tensor in zip(addresses, into, strict=True):
         read(pid, address, tensor.data_ptr(), tensor.nbytes)

@@ -45,9 +45,9 @@ def execute(
 class Transfer:
     """`plan` bound to the storages of this rank; `run()` moves the current values.
 
-    `source[name]` and `destination[name]` are this rank's tensors by the names that its regions use. `rank` is the
-    rank in `group`, which executes the plan (None: a plan of one rank); the plan may be the part of this rank only.
-    Values are converted to the destination's dtype, and travel in the narrower of both dtypes.
+    `source[name]` and `destination[name]` are this rank's tensors by the names that its regions use. `rank` is the rank
+    in `group`, which executes the plan (None: a plan of one rank); the plan may be the part of this rank only. Values
+    are converted to the destination's dtype, and travel in the narrower of both dtypes.
 
     Extra memory is two buffers of at most `bucket_bytes` together, kept between runs until `release()`. The storages
     must have memory when a Transfer is built and stay the same tensors; between runs their memory may be released. With
@@ -62,8 +62,7 @@ class Transfer:
     raised on its rank, and LayoutError on the others. WaitTimeoutError when a rank does not take part.
 
     Attributes: `sent_bytes` and `received_bytes` over the wire in all runs so far; `peak_bytes`, the peak of buffer
-    memory in a run.
-    """
+    memory in a run."""
 
     def __init__(
         self,
@@ -138,10 +137,8 @@ class Transfer:
             self._memory.advance()  # peers that still read after this rank's failure detect it
 
     def prepare(self) -> None:
-        """What `run` does before ranks wait for each other: takes its buffers and the first tensors' memory.
-
-        Errors: LayoutError, or out of memory.
-        """
+        """What `run` does before ranks wait for each other: takes its buffers and the first tensors' memory. Errors:
+        LayoutError, or out of memory."""
         self._check_memory("source", self._sources)
         if self._acquire is None:
             self._check_memory("destination", self._destinations)
@@ -230,8 +227,7 @@ class Step:
     """One action of a run: "post" or "finish" round `index`, or "copy" tensor number `index` locally.
 
     `reads` are its source storages and `writes` its destination storages. `acquire` are the destination storages first
-    written here, `release` the source storages last read here.
-    """
+    written here, `release` the source storages last read here."""
 
     kind: str
     index: int
@@ -290,8 +286,7 @@ class CopyStream:
     """The queue of a transfer's copies, and of its messages over `group`.
 
     On the host, calls complete before they return. On CUDA a separate stream runs beside the caller's: `follow` and
-    `join` order the two, `mark` and `reached` report its progress to the host.
-    """
+    `join` order the two, `mark` and `reached` report its progress to the host."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self._device, self._group = device, group
@@ -323,9 +318,8 @@ class CopyStream:
         return None if self._stream is None else reached_by(self._stream)
 
     def reached(self, mark: torch.cuda.Event | None, timeout: float | None = None) -> None:
-        """Wait for `mark`, at most `timeout` seconds (None: until NCCL aborts a late message).
-
-        Errors: WaitTimeoutError, also when a message before `mark` was aborted."""
+        """Wait for `mark`, at most `timeout` seconds (None: until NCCL aborts a late message). Errors:
+        WaitTimeoutError, also when a message before `mark` was aborted."""
         if mark is None:
             return
         if timeout is None:
