@@ -1,19 +1,11 @@
 """From a dataflow graph to the best placement. Pure arithmetic: nothing here starts a process or touches a device.
 
-Read in this order:
-
-1. Inputs: `cluster_spec`, `workload`, `graph` (the calls of an iteration), `mesh` (their devices) and the user's
-   `constraints`.
-2. Seconds and bytes: `costs` prices calls and plans; `call_cost` and `device_memory` have its formulas, over
-   `pipeline_cost`, `backends` and `hardware`; `reallocation_cost` prices weights that move, `timeline` when each call
-   runs. `calibration` and `layer_profile` fit all of it to a machine.
-3. Searches: `auto_mapping` (HybridFlow) places groups by the cost of `stages`, `call_search` (ReaL) places calls,
-   `similarity` (PUZZLE) cuts groups that share all devices. `planning` is the entry; `explain` reports infeasible
-   problems and runner-up layouts.
-
-On their own: `stream_simulation`, the rows per second of loops whose generation runs ahead of training; `elastic`,
-policies that move devices between generation and training inside an iteration, and the simulation of its seconds.
-"""
+`describe` has the inputs: cluster, workload, the calls of an iteration, meshes, the user's constraints. `cost` prices
+them in seconds and bytes: read `costs` first, then `call_cost`, `device_memory`, `reallocation_cost` and `timeline`.
+`search` finds the placement: `planning` is the entry; `auto_mapping` (HybridFlow) places groups by the cost of
+`stages`, `call_search` (ReaL) places calls, `similarity` (PUZZLE) cuts groups that share all devices. `explain` says
+what does not fit, and what lost. On their own: `stream_simulation`, loops whose generation runs ahead of training by
+the rules of `admission`; `elastic`, devices that move between both; `pipeline`, schedules; `checkpoint_interval`."""
 
 from __future__ import annotations
 

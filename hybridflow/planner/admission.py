@@ -3,8 +3,7 @@
 A group is the n responses to one prompt. Groups are numbered in the order of their admission, which is the loader's
 order; a batch is B = rows / n whole groups. Versions count weight updates, one per batch: batch k (0, 1, ...) is
 trained at version k. Tokens carry the version that their rollout has, which is the trainer's of the last weight sync
-(with several rollouts, the version of this file is that of the one synced longest ago).
-"""
+(with several rollouts, the version of this file is that of the one synced longest ago)."""
 
 from __future__ import annotations
 
@@ -232,12 +231,14 @@ class Admission:
 
     def state(self) -> dict[str, Any]:
         """State for `load_state`: plain data, for JSON. The executor keeps prompts and tokens by group number."""
+        every = self._groups, *self._untrained, *self._again
+        groups, *untrained = ([[number, asdict(group)] for number, group in batch.items()] for batch in every)
         return {
             "options": asdict(self.options),
             "counts": {name: getattr(self, name) for name in _COUNTS},
-            "groups": _records(self._groups),
+            "groups": groups,
             "complete": list(self._complete),
-            "untrained": [_records(batch) for batch in [*self._untrained, *self._again]],
+            "untrained": untrained,
         }
 
     def load_state(self, state: Mapping[str, Any], unreported: Collection[int] = ()) -> dict[int, Replica]:
@@ -325,7 +326,3 @@ class Admission:
 
     def _left(self, group: _Group) -> int:
         return self.options.n - len(group.oldest)
-
-
-def _records(groups: Mapping[int, _Group]) -> list[list[Any]]:
-    return [[number, asdict(group)] for number, group in groups.items()]

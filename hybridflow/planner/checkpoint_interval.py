@@ -1,8 +1,7 @@
 """How often to save a checkpoint, and what failures cost a run, in closed form. Pure.
 
 Failures come at random, at the same rate for every device and at any time; one stops the whole run. It loses the work
-since the last checkpoint that was complete by then, and starts again from there.
-"""
+since the last checkpoint that was complete by then, and starts again from there."""
 
 from __future__ import annotations
 

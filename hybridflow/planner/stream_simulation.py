@@ -1,7 +1,6 @@
 """What asynchrony gains: generation and training on separate devices, event by event, under the admission of streams.
 
-The simulation acts on the same `Admission` as a stream, so that it predicts the policy itself. Pure.
-"""
+The simulation acts on the same `Admission` as a stream, so that it predicts the policy itself. Pure."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Least squares of log seconds, with a Gaussian prior on the logarithm of each coefficient around its default: few
 observations change only the coefficients that they depend on. Only four are fitted: with more, single calls are matched
-better and unseen layouts and devices worse.
-"""
+better and unseen layouts and devices worse."""
 
 from __future__ import annotations
 

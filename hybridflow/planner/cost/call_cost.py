@@ -4,8 +4,7 @@ Generation reads the prompts, then makes one decode step per token, as far as th
 reads the weights and the KV cache of every running row once (memory-bound, roofline), or takes the time of its launches
 if that is longer. With p stages p micro-batches of the rows are running, so the weights are read once for each, and the
 host prepares one while the others decode. Rows beyond the budget wait: a wave of rows ends, another begins. The cache
-is paged, so a row takes of it what its own length asks for.
-"""
+is paged, so a row takes of it what its own length asks for."""
 
 from __future__ import annotations
 

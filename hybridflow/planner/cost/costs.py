@@ -1,8 +1,7 @@
 """Costs: seconds and bytes of the calls of a graph, for any plan of it that the user's constraints allow. Pure.
 
 Searches ask for the same prices again and again: they are remembered by the shape of a mesh, which is how many devices
-of which nodes it has.
-"""
+of which nodes it has."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,6 +79,8 @@ class Costs:
         """By group, the call in whose layout its weights stay."""
         self._workloads = {group: backend.workload(workload) for group, backend in self.backends.items()}
         self._known: dict[tuple, Any] = {}
+        measured = profile is not None and profile.latency is not None  # such messages include their launches
+        self._launching = replace(coefficients, latency=0.0) if measured else coefficients
         self._constrain(constraints)
 
     def _constrain(self, constraints: Iterable[Constraint]) -> None:
@@ -166,9 +167,10 @@ class Costs:
         return [kinds.index(node) for node in self.cluster.nodes]
 
     def shape(self, mesh: Mesh) -> tuple:
-        counts = self.cluster.counts
-        price = lambda: tuple((self._kinds[node], count) for node, count in counts(mesh.devices).items())  # noqa: E731
-        return self._once(("shape", mesh.bits), price)
+        if (key := ("shape", mesh.bits)) not in self._known:
+            counts = self.cluster.counts(mesh.devices).items()
+            self._known[key] = tuple((self._kinds[node], count) for node, count in counts)
+        return self._known[key]
 
     def strategies(self, group: str, mesh: Mesh, generates: bool = False) -> list[Parallel]:
         """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
@@ -321,11 +323,6 @@ class Costs:
     def _links(self, mesh: Mesh, dtype: DType) -> LinkModel:
         return self._once(("links", mesh, dtype), lambda: LinkModel.of(self.cluster, mesh, dtype, self._launching))
 
-    @cached_property
-    def _launching(self) -> Coefficients:
-        measured = self.profile is not None and self.profile.latency is not None
-        return replace(self.coefficients, latency=0.0) if measured else self.coefficients
-
     def kv_budget(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.
 
@@ -460,7 +457,7 @@ class Costs:
         for first, second in self.updates:
             if (at := plan[first]) == plan[second]:
                 key = ("together", first, second, at.parallel, self.shape(at.mesh))
-                found[second] = self._once(key, lambda: self.cost_together(first, second, at)) - found[first]  # noqa: B023
+                found[second] = self._once(key, partial(self.cost_together, first, second, at)) - found[first]
         return found
 
     def timeline(self, plan: ExecutionPlan) -> Timeline:

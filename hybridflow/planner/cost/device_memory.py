@@ -1,8 +1,7 @@
 """Memory: bytes on the fullest device of a call's mesh. Pure.
 
 Static bytes stay between calls: parameters; trained models also keep float32 gradients, and Adam's state cut over the
-data parallel ranks; `Backend` says what else is cut. Active bytes are there while a call runs.
-"""
+data parallel ranks; `Backend` says what else is cut. Active bytes are there while a call runs."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Pure. Measured for each tensor parallel size: a decoder layer forward and backward, the rest of a micro-batch ("output":
 logits, loss, the engine's own work), a layer in a decode step, the rest of such a step ("step"), and an optimizer step
 with its data parallel messages ("update"). Seconds hold for devices alone on their node; `slowdown` is the factor for
-busy neighbours.
-"""
+busy neighbours."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ parallel rank's rows through its pipeline.
 
 Pure. Roofline (Williams et al. 2009): a matrix product takes the time of its arithmetic or of reading its weights,
 whichever is more. Operations between products only move memory; norms and residuals do so on every tensor parallel
-rank.
-"""
+rank."""
 
 from __future__ import annotations
 
@@ -197,8 +196,9 @@ class PipelineSchedule:
         stage, message = stage_pass(context, self.rows, training)
         p, busy = context.parallel.p, stage.times(self.micro * self.flushes)
         waits = (p - 1) * stage.total + (self.micro + p - 1) * message
-        parts = busy._asdict()
-        return parts | {"pipeline": self.flushes * waits, "fixed": parts.pop("fixed")}
+        *works, fixed = busy
+        causes = "compute", "memory", "tensor_parallel", "pipeline", "fixed"
+        return dict(zip(causes, (*works, self.flushes * waits, fixed), strict=True))
 
 
 def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Seconds, float]:

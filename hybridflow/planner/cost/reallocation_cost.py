@@ -2,8 +2,7 @@
 HybridFlow, section 5). Pure.
 
 Bytes come from the same weight plans that the 3D-HybridEngine executes, over a model in which the layers between two
-neighbouring stage boundaries are one tensor, and the rows of a tensor the smallest part that any rank holds.
-"""
+neighbouring stage boundaries are one tensor, and the rows of a tensor the smallest part that any rank holds."""
 
 from __future__ import annotations
 

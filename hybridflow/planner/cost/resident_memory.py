@@ -1,10 +1,9 @@
 """Resident memory: bytes that groups placed on one device have there in each phase of an iteration. Pure.
 
-Only what is certain is counted: the costs's weights, gradients and optimizer state (Adam's moments exist from the
-start), and the share of the device that generation takes. Activations, message buffers and CUDA's own memory come on
-top, and depend on the batch: a driver that is refused for these figures cannot run, while one that passes may still
-run out of memory, which the call's error then explains.
-"""
+Only what is certain is counted: weights, gradients and optimizer state as `Costs` has them (Adam's moments exist from
+the start), and the share of the device that generation takes. Activations, message buffers and CUDA's own memory come
+on top, and depend on the batch: a driver that is refused for these figures cannot run, while one that passes may still
+run out of memory, which the call's error then explains."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ Pure. A call waits for its inputs and for the devices of its mesh; overlapping m
 trained in another layout are moved before the call, which occupies both meshes. Devices of a node may slow each other
 down, like logical devices on the cores of one host: a call takes `slow(n)` times as long when n devices of its node
 compute as when one does; a device that waits half of the time counts as half. A call's seconds include its own devices;
-the load of other calls changes, so its remaining work is updated at every start or end of a call (processor sharing).
-A call of a stream waits for weights of `ahead` further iterations ago; the sync of new ones interrupts it.
-"""
+the load of other calls changes, so its remaining work is updated at every start or end of a call (processor sharing). A
+call of a stream waits for weights of `ahead` further iterations ago; the sync of new ones interrupts it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Graph: the calls of one iteration of a driver's loop, and what each waits for (ReaL, section 4).
 
-A `GraphBuilder` records the calls of the loop body, iteration after iteration, and returns a `Graph`. Pure.
-"""
+A `GraphBuilder` records the calls of the loop body, iteration after iteration, and returns a `Graph`. Pure."""
 
 from __future__ import annotations
 
@@ -231,8 +230,9 @@ class GraphBuilder:
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
         graph = Graph(calls, tuple(edges), models, self.trained, strategies)
         ahead = {call.name: call.ahead for call in calls}
-        needed, more = self._without_implied(graph), lambda edge: ahead[edge.target] if edge.distance else 0
-        return replace(graph, edges=tuple(replace(edge, distance=edge.distance + more(edge)) for edge in needed))
+        needed = self._without_implied(graph)
+        later = (replace(e, distance=e.distance + ahead[e.target]) if e.distance else e for e in needed)
+        return replace(graph, edges=tuple(later))
 
     def _without_implied(self, graph: Graph) -> Iterator[Edge]:
         """The edges, without those of the driver that follow from what the call waits for; where its weights may move

@@ -3,8 +3,7 @@
 The prediction is a mean-field forecast: all instances of a placement decode at one pace, that of a row among the mean
 number of rows, so that a plan only needs the number of rows alive after each further decoding step, drawn from the
 lengths seen: x steps after now, a row is alive if its drawn length is above its tokens + x. A plan is a first move, at
-most one further move at a later boundary of mini-batches, and the actor's growth to all devices when no row is left.
-"""
+most one further move at a later boundary of mini-batches, and the actor's growth to all devices when no row is left."""
 
 from __future__ import annotations
 

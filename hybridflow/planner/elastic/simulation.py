@@ -3,8 +3,7 @@
 The simulation acts only on actions that `applied` accepts, and calls a policy where the executor calls it: at the
 start, as rows finish (each time another 1/32 of all rows has, when a mini-batch is ready for an idle actor, and when no
 row is left), and after each mini-batch. A switch takes `join` where rollouts or a lent actor begin, `resize` where the
-actor changes its size, and `hand_over` where rows move; meanwhile all other instances continue.
-"""
+actor changes its size, and `hand_over` where rows move; meanwhile all other instances continue."""
 
 from __future__ import annotations
 

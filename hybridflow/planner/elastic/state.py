@@ -6,8 +6,7 @@ Devices stand in a line of N. The actor has the first ones, its own inference gr
 
 Rollout instance i has the devices [i tp, (i + 1) tp), so rollouts release the lowest ids first and the actor grows into
 their place. At the start of an iteration the placement is the static one; a policy returns actions at its start, as
-rows finish, and between mini-batches; after the last one everything returns to the static placement.
-"""
+rows finish, and between mini-batches; after the last one everything returns to the static placement."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """From a state to the next: the static state of an iteration's start, and the state after actions. Pure.
 
-`applied` is the law: simulation and executor act only on actions that it accepts.
-"""
+`applied` is the law: simulation and executor act only on actions that it accepts."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 
 A receive only announces a message: the forward or backward that needs it waits. It stands one computation early, so
 that a transfer overlaps with it. Messages of one model in one direction have the same order on both sides, because NCCL
-has no tags.
-"""
+has no tags."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 Eq. (1): with P stages and N micro-batches of each model, equal in time, the makespan is (2N + P - 1)(F + B) instead of
 2(N + P - 1)(F + B). No schedule is shorter: the last stage begins after (P - 1)F, works without a pause, and its last
-gradient travels for (P - 1)B.
-"""
+gradient travels for (P - 1)B."""
 
 from __future__ import annotations
 

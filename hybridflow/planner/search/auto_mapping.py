@@ -1,19 +1,15 @@
 """Auto-mapping: the best placement of models by stage-wise cost (HybridFlow, algorithms 1 and 2). Pure.
 
-Every way to colocate groups in sets is tried, every way to share the devices between the sets, and every layout of
-every group in its set. The result is that of trying all of them together; most are ruled out by bounds before that:
-
-- the choices of a group on a number of devices are found once for every architecture and workload, without those that
-  another beats in the seconds of all stages and in memory;
-- an allocation costs at least the sum over stages of the largest least seconds of its sets.
-
-Where devices are unlike, bounds are those of the best devices for every set, and every place of its sets is tried. Only
-timelines have weights that one group gives to another (rollout engines), and contention.
+The result is that of trying every way to colocate groups in sets, every way to share the devices between the sets, and
+every layout of every group in its set. Most are ruled out by bounds: the choices of a group on a number of devices are
+found once for every architecture and workload, without those that another beats in the seconds of all stages and in
+memory; an allocation costs at least the sum over stages of the largest least seconds of its sets. Where devices are
+unlike, bounds are those of the best devices for every set, and every place of its sets is tried. Only timelines have
+weights that one group gives to another (rollout engines), and contention.
 
 A stage-wise cost lets every stage wait for the one before. Calls do not: each begins once what it reads is there and
 its devices are free (paper, section 4.1), so an actor generates for the next iteration while a critic on other devices
-is still trained. `overlap_map` therefore times the allocations whose busiest set has least to do.
-"""
+is still trained. `overlap_map` therefore times the allocations whose busiest set has least to do."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 `exact` tries all combinations, except those that a bound rules out; `mcmc` is Markov chain Monte Carlo (section 5). A
 state lists the option number of each call: its score looks up everything by these numbers and computes only the
-timeline.
-"""
+timeline."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 HybridFlow's algorithm 1 (auto-mapping) finds the devices and one layout of every group. From there calls of a group get
 layouts of their own where that is faster (ReaL): by trying all of them where there are few, else by random changes that
-are kept the more often the faster they are (Markov chain Monte Carlo, MCMC).
-"""
+are kept the more often the faster they are (Markov chain Monte Carlo, MCMC)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 All groups share all devices. The transition is cheaper the more of its generation shard a device holds from training,
 so pairs of layouts are visited in order of an estimate that sends missing weights over a link. Exact pricing needs a
-weight plan, so it is done only for pairs that could still be the best. The result equals that of the full grid.
-"""
+weight plan, so it is done only for pairs that could still be the best. The result equals that of the full grid."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Stage-wise cost of a placement (HybridFlow, section 6: d_cost), and the choices of a set of colocated models. Pure.
 
 An iteration is three stages, generation, preparation and learning. Within a stage the models of one colocated set run
-one after another, and sets run at the same time; stages follow each other.
-"""
+one after another, and sets run at the same time; stages follow each other."""
 
 from __future__ import annotations
 
