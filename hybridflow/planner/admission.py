@@ -190,10 +190,9 @@ class Admission:
     def synced(self, version: int | None = None) -> None:
         """The rollouts have the weights of `version` (None: the trainer's). Errors: ConfigError for another one."""
         new = self.trained_batches if version is None else version
-        require(
-            type(new) is int and self.version <= new <= self.trained_batches,
-            f"the rollouts cannot get version {new!r}: they have {self.version}, the trainer {self.trained_batches}.",
-        )
+        known = f"they have {self.version}, the trainer {self.trained_batches}"
+        good = type(new) is int and self.version <= new <= self.trained_batches
+        require(good, f"the rollouts cannot get version {new!r}: {known}.")
         self.version = new
 
     def lost(self, replica: Replica) -> dict[int, Replica]:

@@ -67,10 +67,8 @@ def drawn(lengths: ResponseLengths | Sequence[int], random: Random) -> Iterator[
     when they end. Errors: ConfigError for others."""
     if isinstance(lengths, ResponseLengths):
         return (lengths.draw(random) for _ in count())
-    require(
-        len(lengths) > 0 and all(type(tokens) is int and tokens > 0 for tokens in lengths),
-        f"lengths={str(lengths)[:80]}: give numbers of tokens above 0, or ResponseLengths.",
-    )
+    good = len(lengths) > 0 and all(type(tokens) is int and tokens > 0 for tokens in lengths)
+    require(good, f"lengths={str(lengths)[:80]}: give numbers of tokens above 0, or ResponseLengths.")
     return cycle(lengths)
 
 
@@ -235,12 +233,8 @@ class Decoding:
         found: dict[int, list[DecodedRow]] = {}
         for number, replica in self.replicas.items():
             replica.pass_until(self.now)
-            rows = [
-                DecodedRow(row.group, row.before + row.length - tokens, tokens, tokens)
-                for row, tokens in replica.tokens()
-                if row.group in groups
-            ]
-            if rows:
+            gone = ((row, tokens) for row, tokens in replica.tokens() if row.group in groups)
+            if rows := [DecodedRow(row.group, row.before + row.length - n, n, n) for row, n in gone]:
                 found[number] = rows
                 replica.running = [entry for entry in replica.running if entry[2].group not in groups]
                 heapq.heapify(replica.running)

@@ -63,11 +63,9 @@ class Backend:
 
     def workload(self, given: Workload) -> Workload:
         """With the settings that the strategy does not leave at their defaults."""
-        own: dict[str, Any] = {
-            name: value
-            for name in ("dtype", "micro_tokens", "recompute", "sequence_parallel")
-            if (value := getattr(self.strategy, name, None)) != getattr(type(self.strategy), name, None)
-        }
+        names, kind = ("dtype", "micro_tokens", "recompute", "sequence_parallel"), type(self.strategy)
+        set_here = {name: getattr(self.strategy, name, None) for name in names}
+        own: dict[str, Any] = {name: set_to for name, set_to in set_here.items() if set_to != getattr(kind, name, None)}
         if self.of_transformers:
             own["sequence_parallel"] = False
         return replace(given, **own) if own else given
@@ -104,12 +102,8 @@ MEGATRON = Backend.of(Megatron())
 def adapters(model: ModelSpec, lora: LoRA) -> tuple[float, float]:
     """Elements of a decoder layer's adapters, and columns that these read and write, on average over the layers.
     Errors: ConfigError for a target that is no linear layer of the model."""
-    linear = [
-        (name.removesuffix(".weight"), shape)
-        for layer in range(model.layers)
-        for name, shape in model.layer_tensors(layer).items()
-        if len(shape) == 2
-    ]
+    tensors = (tensor for layer in range(model.layers) for tensor in model.layer_tensors(layer).items())
+    linear = [(name.removesuffix(".weight"), shape) for name, shape in tensors if len(shape) == 2]
     for target in lora.targets:
         if not any(lora.matches(target, name) for name, _ in linear):
             known = dict.fromkeys(name.rpartition(".")[2] for name, _ in linear)

@@ -169,13 +169,9 @@ def update_work(context: CallContext, rows: float, minibatches: int, epochs: int
     both = stage_pass(context, schedule.rows, training=True)[0].total
     parts = training(context, rows, minibatches, epochs).parts
     ends = parts.get("optimizer", 0.0) + parts.get("data_parallel", 0.0)
-    return Work(
-        micro_batches=(schedule.flushes * schedule.micro,) * steps * epochs,
-        forward=forward,
-        backward=both - forward,
-        activations=schedule.rows * context.size.hidden * context.size.layers,
-        finish=ends / (steps * epochs),
-    )
+    micro, activations = schedule.flushes * schedule.micro, schedule.rows * context.size.hidden * context.size.layers
+    each = {"forward": forward, "backward": both - forward, "activations": activations}
+    return Work(micro_batches=(micro,) * steps * epochs, **each, finish=ends / (steps * epochs))
 
 
 def update(context: CallContext) -> float:

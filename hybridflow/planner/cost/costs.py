@@ -271,10 +271,8 @@ class Costs:
         contexts = [c for call in calls if (c := self.context(call.group, plan, call.kind)) and c.backend.pipeline]
         if p == 1 or calls[0].group == calls[1].group or len(contexts) < 2:
             return serial
-        works = tuple(
-            update_work(context, self.workload.rows * call.rows, *self.minibatches(call))
-            for call, context in zip(calls, contexts, strict=True)
-        )
+        given = [(self.workload.rows * call.rows, *self.minibatches(call)) for call in calls]
+        works = tuple(update_work(context, *own) for context, own in zip(contexts, given, strict=True))
         saved = serial_makespan(p, works) - schedule_simulation.simulate(together(p, works)).makespan
         return serial - max(0.0, saved) * self.slowdown(plan.mesh)
 

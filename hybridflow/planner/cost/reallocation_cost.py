@@ -98,10 +98,8 @@ def volume(change: LayoutChange, itemsize: int) -> Volume:
     size, (source, target) = change.size, change.grids
     rows, at_R = math.lcm(source.t, target.t), np.array(change.nodes)
     spans, weight = layer_spans(size, source.p, target.p)
-    held_RA, needed_RA = (
-        _held(spans, grid, at, rows, size.layers, len(at_R))
-        for grid, at in ((source, change.source_at), (target, change.target_at))
-    )
+    both = (source, change.source_at), (target, change.target_at)
+    held_RA, needed_RA = (_held(spans, grid, at, rows, size.layers, len(at_R)) for grid, at in both)
     bytes_A = np.array([weight[name] / rows * itemsize for name in spans], dtype=np.float32).repeat(rows)
     on_NR: Floats = np.zeros((int(at_R.max()) + 1, len(at_R)), dtype=np.float32)
     on_NR[at_R, range(len(at_R))] = 1

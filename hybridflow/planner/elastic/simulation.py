@@ -110,11 +110,9 @@ def start_of(
     """The state at the start of an iteration, when response lengths `seen` (ascending) and `costs`, the seconds of
     switches, are known; `prompts`: the tokens of each one, if they differ. Errors: ConfigError for sizes that the
     devices do not allow."""
-    require(
-        run.prompts % run.minibatches == 0,
-        f"{run.prompts} prompts do not make {run.minibatches} mini-batches of equal size: give a multiple of "
-        f"{run.minibatches}.",
-    )
+    count = run.minibatches
+    text = f"{run.prompts} prompts do not make {count} mini-batches of equal size: give a multiple of {count}."
+    require(run.prompts % count == 0, text)
     most = (run.devices - run.inference) // run.tp
     require(
         run.actor * run.mp <= (most - run.rollout) * run.tp,
@@ -124,10 +122,9 @@ def start_of(
     )
     largest = run.devices // run.mp
     sizes = run.actor_sizes or tuple(range(1, largest + 1))
-    require(
-        list(sizes) == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] <= largest and run.actor in sizes,
-        f"actor_sizes={listed(sizes)}: give ascending numbers from 1 to {largest}, {run.actor} among them.",
-    )
+    good = list(sizes) == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] <= largest and run.actor in sizes
+    text = f"give ascending numbers from 1 to {largest}, {run.actor} among them."
+    require(good, f"actor_sizes={listed(sizes)}: {text}")
     rollout = Component(run.tp, run.rollout, run.rollout, tuple(range(1, most + 1)))
     tokens = [run.prompt_tokens] * run.prompts if prompts is None else prompts
     return State(

@@ -101,19 +101,13 @@ class Evaluator:
         self.schedule = GraphSchedule(costs.graph, sharing=costs.sharing)
         number = {call.name: i for i, call in enumerate(self.calls)}
         self.homes = [number[costs.homes[call.group]] for call in self.calls]
-        program = costs.graph.calls
-        self.nodes = [
-            (number.get(program[to].name), None if source is None else number[program[source].name])
-            for to, source, _ in self.schedule.nodes
-        ]
+        at = [number.get(call.name) for call in costs.graph.calls]
+        self.nodes = [(at[to], None if source is None else at[source]) for to, source, _ in self.schedule.nodes]
         self._numbers = [{(o.plan.mesh, o.plan.parallel): i for i, o in enumerate(own)} for own in options]
         self._alike = [[number[name] for name in names] for names in costs.alike]
         self._hybrid = [(number[name], number[home]) for name, home in costs.hybrid]
-        self._generating = [
-            (at, call)
-            for at, (call, source) in enumerate(self.nodes)
-            if call is not None and source is None and self.calls[call].kind == "generation"
-        ]
+        calls = [(node, call) for node, (call, source) in enumerate(self.nodes) if call is not None and source is None]
+        self._generating = [(node, call) for node, call in calls if self.calls[call].kind == "generation"]
         self.fastest = [min((option.seconds for option in own), default=math.inf) for own in options]
         self._at_home = sorted(set(self.homes))
         self.capacity = np.array(costs.capacity)

@@ -117,13 +117,10 @@ class Front:
                 home = CallPlan(mesh, layouts.parallel)
                 moves = (costs.moved(group, home, CallPlan(mesh, call.parallel)) for call in generates)
                 alike.append(((values[0] + sum(moves), *values[1:]), layouts))
-        given = [
-            (values, Choice((layouts,), generates, mesh.size))
-            for generates, alike in kept.items()
-            for values, layouts in alike
-            if values[STATIC] + values[ACTIVE] <= capacity
-        ]
-        made = cls(np.array([values for values, _ in given]).reshape(-1, _WIDTH), [choice for _, choice in given])
+        given = [(values, layouts, generates) for generates, alike in kept.items() for values, layouts in alike]
+        given = [own for own in given if own[0][STATIC] + own[0][ACTIVE] <= capacity]
+        choices = [Choice((layouts,), generates, mesh.size) for _, layouts, generates in given]
+        made = cls(np.array([values for values, *_ in given]).reshape(-1, _WIDTH), choices)
         return made._kept(_undominated_alike(made.values, made._kinds()))
 
     @cached_property
