@@ -56,18 +56,13 @@ def checkpoint_interval(failures: FailureModel, costs: CheckpointCosts) -> float
     for restart dumps"); sqrt(2 blocking M) of Young 1974 to first order, with M seconds between failures. At most one
     save is under way, so the interval is at least `costs.behind`."""
     x = costs.blocking / failures.seconds
-    return max(costs.behind, failures.seconds * _optimum(x))
-
-
-def _optimum(x: float) -> float:
-    """The u in (0, 1) with (1 - u) exp(u) = exp(-x), which is 1 + W(-exp(-1 - x))."""
-    if x < 1e-6:  # where 1 - v would have few digits
-        p = math.sqrt(2 * x)
-        return p - p * p / 3 + p**3 / 36
+    # u in (0, 1) with (1 - u) exp(u) = exp(-x), which is 1 + W(-exp(-1 - x)), by Newton's method for v = 1 - u
     v = math.exp(-1 - x)
-    for _ in range(60 if v else 0):  # Newton's method for v = 1 - u, from below
+    for _ in range(60 if v and x >= 1e-6 else 0):
         v += v * (v - math.log(v) - 1 - x) / (1 - v)
-    return 1 - v
+    p = math.sqrt(2 * x)
+    u = p - p * p / 3 + p**3 / 36 if x < 1e-6 else 1 - v  # 1 - v would have few digits
+    return max(costs.behind, failures.seconds * u)
 
 
 def effective_share(interval: float, failures: FailureModel, costs: CheckpointCosts) -> float:

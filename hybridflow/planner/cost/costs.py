@@ -104,8 +104,6 @@ class Costs:
             self._known[key] = price()
         return self._known[key]
 
-    # What plans may be
-
     @property
     def alike(self) -> tuple[tuple[str, ...], ...]:
         """Calls that have one layout, because of what runs them: an optimizer's state is in one place, a group has one
@@ -242,8 +240,6 @@ class Costs:
                 f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have {listed} "
                 "devices. Use a smaller t, or other devices."
             )
-
-    # One call
 
     def cost(self, call: str, plan: CallPlan, kv_budget: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `kv_budget` are the bytes of KV cache that each device has for generation;
@@ -393,8 +389,6 @@ class Costs:
             seconds += 2 * memory.weights(there) / there.links.host * self.slowdown(target.mesh)
         return seconds
 
-    # Remembered prices of searches
-
     def option(self, call: Call, mesh: Mesh, parallel: Parallel, shape: tuple | None = None) -> Option | None:
         """None where a call cannot run so. Cached per mesh shape; only the mesh differs."""
         key = (call.name, parallel, self.shape(mesh) if shape is None else shape)
@@ -431,8 +425,6 @@ class Costs:
         shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
         key = (group, source.parallel, target.parallel, source.mesh.bits >> shift, target.mesh.bits >> shift)
         return self._once(key, lambda: self.reallocation(group, source, target))
-
-    # A whole plan
 
     def kept(self, plan: ExecutionPlan) -> list[float]:
         """Bytes that stay on each device between calls."""

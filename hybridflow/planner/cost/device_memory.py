@@ -110,19 +110,11 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool) -> DeviceM
         activations = inputs + (tokens + longer) * layer
     else:
         activations = held * layers * layer
-    gathered += unreduced_gradients(context, schedule.micro * schedule.flushes)
+    if context.backend.stage > 1:  # whole gradients that wait to be added up over ranks: of two units of the model;
+        (unit, outside), micro = context.trained, schedule.micro * schedule.flushes
+        some = micro == 1 or context.backend.often  # of all where micro-batches are added up on each rank first
+        gathered += (unit + max(unit, outside) if some else size.layers * unit + outside) / t * GRADIENT
     return DeviceMemory(activations=activations, logits=logits * TRAINED, weights=own, gathered=gathered)
-
-
-def unreduced_gradients(context: CallContext, micro: int) -> float:
-    """Bytes of whole gradients that wait to be added up over ranks: of two units of the model; of all of it where
-    several micro-batches are added up on each rank first."""
-    backend, (layer, outside) = context.backend, context.trained
-    if backend.stage == 1:
-        return 0.0
-    some = micro == 1 or backend.often
-    elements = layer + max(layer, outside) if some else context.size.layers * layer + outside
-    return elements / context.parallel.t * GRADIENT
 
 
 def saved_activations(context: CallContext) -> float:

@@ -60,8 +60,16 @@ class LayoutChange:
     def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> LayoutChange:
         before, after = source.parallel.weights, target.parallel.weights
         if source.mesh == target.mesh:
-            counts = tuple(cluster.counts(source.mesh.devices).values())
-            return _inside_mesh(size, before, after, counts, source.parallel.shards == 1)
+            # where equal blocks of neighbours each hold the whole model in both layouts, every block finds in itself
+            # what it needs, and the first one is priced; else all
+            (p, t, d), (q, u, e), counts = before, after, tuple(cluster.counts(source.mesh.devices).values())
+            ranks, node = sum(counts), counts[0]
+            block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
+            if block >= ranks or ranks % block or len(set(counts)) > 1:
+                block = ranks
+            parts, at = ranks // block, tuple(range(block))
+            nodes = tuple(islice((n for n, count in enumerate(counts) for _ in range(count)), block))
+            return cls(size, (p, t, d // parts), (q, u, e // parts), at, at, nodes, source.parallel.shards == 1)
         union = sorted({*source.mesh.devices, *target.mesh.devices})
         at = {device: i for i, device in enumerate(union)}
         first: dict[int, int] = {}
@@ -78,18 +86,6 @@ class LayoutChange:
         if self.regrouped and self.source_at == self.target_at and p % q == 0 and t % u == 0:
             return source, source.generation(q, u, "hybridflow")
         return source, RankGrid(q, u, e)
-
-
-def _inside_mesh(size: Sizes, source: PTD, target: PTD, counts: tuple[int, ...], regrouped: bool) -> LayoutChange:
-    """On one mesh, given its devices of each node. Where equal blocks of neighbours each hold the whole model in both
-    layouts, every block finds in itself what it needs, and the first one is priced; else all."""
-    (p, t, d), (q, u, e), ranks, node = source, target, sum(counts), counts[0]
-    block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
-    if block >= ranks or ranks % block or len(set(counts)) > 1:
-        block = ranks
-    parts, at = ranks // block, tuple(range(block))
-    nodes = tuple(islice((n for n, count in enumerate(counts) for _ in range(count)), block))
-    return LayoutChange(size, (p, t, d // parts), (q, u, e // parts), at, at, nodes, regrouped)
 
 
 @lru_cache(maxsize=65536)

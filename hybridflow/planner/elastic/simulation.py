@@ -183,7 +183,13 @@ class ElasticSimulation(Decoding):
     def until_look(self) -> Event | None:
         """The event of the next one; None after the last mini-batch."""
         while self.state.done < self.state.minibatches:
-            self._begin_training()
+            state, speeds, actor = self.state, self.state.speeds, self.state.actor.instances
+            if self.trained_at is None and actor and self.queue:
+                tokens, available = self.queue.popleft()
+                seconds = speeds.train + tokens * speeds.train_per_token / actor
+                if not state.inference.instances:
+                    seconds += speeds.inference + tokens * speeds.inference_per_token / actor
+                self.trained_at = max(self.now, self.actor_at, available) + seconds
             boundary = self._advance()
             new, idle = self.finished_rows - self.looked, self.trained_at is None
             last = self.finished_rows == self.state.rows
@@ -228,16 +234,6 @@ class ElasticSimulation(Decoding):
                 self.inference_at = available = max(self.now, self.inference_at) + seconds
             self.queue.append(_Minibatch(tokens, available))
             self.whole, self.formed = [], True
-
-    def _begin_training(self) -> None:
-        actor, speeds = self.state.actor.instances, self.state.speeds
-        if self.trained_at is not None or not actor or not self.queue:
-            return
-        minibatch = self.queue.popleft()
-        seconds = speeds.train + minibatch.tokens * speeds.train_per_token / actor
-        if not self.state.inference.instances:
-            seconds += speeds.inference + minibatch.tokens * speeds.inference_per_token / actor
-        self.trained_at = max(self.now, self.actor_at, minibatch.available) + seconds
 
     def look(self, event: Event) -> None:
         view = self.view(event)

@@ -133,14 +133,6 @@ class Evaluator:
         if (known := self._scores.get(key)) is not None:
             return known
         self.evaluations += 1
-        found = self._score(state, limit)
-        if found is not None:
-            if len(self._scores) >= _REMEMBERED:
-                self._scores.clear()
-            self._scores[key] = found
-        return found
-
-    def _score(self, state: Sequence[int], limit: float) -> Score | None:
         chosen = [options[n] for options, n in zip(self.options, state, strict=True)]
         static = self._static(chosen)
         excess = float((self.memory(chosen, static) / self.capacity).max()) - 1.0
@@ -160,9 +152,11 @@ class Evaluator:
         shares = None
         if self.costs.sharing:
             shares = [1.0 if call is None or source is not None else chosen[call].busy for call, source in self.nodes]
-        _, stops = self.schedule.run(seconds, masks, shares)
-        took = max(least, self.schedule.gap(stops))
-        return Score(took * factor, took, good)
+        took = max(least, self.schedule.gap(self.schedule.run(seconds, masks, shares)[1]))
+        if len(self._scores) >= _REMEMBERED:
+            self._scores.clear()
+        self._scores[key] = Score(took * factor, took, good)
+        return self._scores[key]
 
     def loads(self, state: Sequence[int | None]) -> tuple[list[float], list[int]]:
         """Seconds and devices of every node of the schedule, generation with all memory for it. A call that is not

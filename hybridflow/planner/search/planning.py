@@ -96,36 +96,24 @@ def _search(costs: Costs, search: Search, deadline: Deadline, seed: int, per_cal
     mapped = [] if first is None else [overlap_map(costs, mapping, first), mapping.best]
     plans = [(one.plan, "one layout for each group") for one in mapped if one is not None]
     plans += [] if shared is None else [(shared, "updates in each other's bubbles")]
-    if of_calls or not plans:
-        plans += _search_calls(costs, search, [plan for plan, _ in plans], deadline, seed)
+    if of_calls or not plans:  # each call may have a layout of its own
+        starts = [plan for plan, _ in plans]
+        deadline = deadline if starts else deadline.at_least(LEAST)  # something must be found
+        with suppress(TimeUpError):
+            best, few = None, search == "auto" and costs.cluster.size <= FEW
+            if search == "exact" or (few and space_size(costs, deadline) <= SMALL):
+                until = deadline if search == "exact" else deadline.part(1 / 2)
+                if (best := exact(costs, start=starts[0] if starts else None, deadline=until)) is not None:
+                    plans.append((best.plan, "all layouts tried" if best.complete else "many layouts tried in order"))
+            if search != "exact" and not (best is not None and best.complete):
+                best = mcmc(costs, starts=starts, seed=seed, deadline=deadline, patience=PATIENCE)
+                if best is not None:
+                    plans.append((best.plan, "random changes of layouts, kept where they help (MCMC)"))
 
     def rounded(one: Explained) -> float:  # of equals the earlier one: it moves fewer weights
         return float(f"{costs.weighted(costs.timeline(one[0]).per_iteration, one[0]):.6g}")
 
     return min(plans, key=rounded, default=None)
-
-
-def _search_calls(
-    costs: Costs, search: Search, starts: Sequence[ExecutionPlan], deadline: Deadline, seed: int
-) -> list[Explained]:
-    """Plans in which each call may have a layout of its own, and how they were found."""
-    found = list[Explained]()
-    if not starts:  # something must be found
-        deadline = deadline.at_least(LEAST)
-    with suppress(TimeUpError):
-        few = search == "auto" and costs.cluster.size <= FEW
-        if search == "exact" or (few and space_size(costs, deadline) <= SMALL):
-            until = deadline if search == "exact" else deadline.part(1 / 2)
-            best = exact(costs, start=starts[0] if starts else None, deadline=until)
-            if best is not None:
-                found.append((best.plan, "all layouts tried" if best.complete else "many layouts tried in order"))
-                if best.complete:
-                    return found
-        if search != "exact":
-            best = mcmc(costs, starts=starts, seed=seed, deadline=deadline, patience=PATIENCE)
-            if best is not None:
-                found.append((best.plan, "random changes of layouts, kept where they help (MCMC)"))
-    return found
 
 
 def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement:
