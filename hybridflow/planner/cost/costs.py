@@ -340,14 +340,11 @@ class Costs:
     ) -> DeviceMemory:
         """Bytes on the fullest device while the call runs, for this group alone. `home` is where its static bytes are
         laid out (default: as `plan`); generation uses all of `kv_budget` that its rows need."""
-        own = self.graph.call(call)
-        least, still = self._least(call, plan, home), self.still(own.group, home or plan)
-        context, cache = self.context(own.group, plan, own.kind), least.kv_cache
-        if context is not None and cache:
-            kv_budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
-            cache = max(cache, memory.cache(context, self.workload.rows * own.rows, kv_budget))
+        own, still = self.graph.call(call), self.still(self.graph.call(call).group, home or plan)
+        if kv_budget is None and own.kind == "generation":
+            kv_budget = self.kv_budget(call, plan)
         kept = {name: getattr(still, name) for name in ("parameters", "gradients", "optimizer")}
-        return replace(least, **kept, kv_cache=cache)
+        return replace(self._active(own, plan, home, kv_budget), **kept)
 
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
@@ -363,14 +360,12 @@ class Costs:
 
         Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
         weights of its own."""
-        return (self._least(call, plan, home) if kv_budget is None else self.memory(call, plan, kv_budget, home)).active
+        return self._active(self.graph.call(call), plan, home, kv_budget).active
 
-    def _least(self, name: str, plan: CallPlan, home: CallPlan | None) -> DeviceMemory:
-        call = self.graph.call(name)
-        context = self.context(call.group, plan, call.kind)
+    def _active(self, call: Call, plan: CallPlan, home: CallPlan | None, kv_budget: float | None) -> DeviceMemory:
+        context, copied = self.context(call.group, plan, call.kind), home is not None and home != plan
         rows = self.workload.rows * call.rows / (self.minibatches(call)[0] if call.kind == "training" else 1)
-        copied = home is not None and home != plan
-        return DeviceMemory() if context is None else memory.active(context, call.kind, rows, copied)
+        return DeviceMemory() if context is None else memory.active(context, call.kind, rows, copied, kv_budget)
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.

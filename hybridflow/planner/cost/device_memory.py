@@ -76,15 +76,18 @@ def static(context: CallContext, trained: bool) -> DeviceMemory:
     return DeviceMemory(parameters, shard * gradients, shard * state)
 
 
-def active(context: CallContext, kind: Kind, rows: float, copy: bool) -> DeviceMemory:
+def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget: float | None = None) -> DeviceMemory:
     """The least that a call of `rows` rows (of an optimizer step, in training) adds; `copy`: it has weights of its own.
 
-    Generation needs a KV cache for a few rows at least; `cache` says what it uses where there is more kv_budget."""
+    Generation needs a KV cache for a few rows at least, and uses what its rows need of `kv_budget`."""
     own = weights(context) if copy else 0.0
     each = max(1.0, -(-rows // context.parallel.d))
     if kind == "generation":
-        rows_kept = min(each, LEAST_ROWS * context.parallel.p)
-        return DeviceMemory(kv_cache=rows_kept * context.workload.longest * cache_bytes(context), weights=own)
+        cache = min(each, LEAST_ROWS * context.parallel.p) * context.workload.longest * cache_bytes(context)
+        if kv_budget is not None:
+            used = Waves.of(context, each, kv_budget).concurrent * context.workload.under_way * cache_bytes(context)
+            cache = max(cache, used)
+        return DeviceMemory(kv_cache=cache, weights=own)
     if kind == "function":
         return DeviceMemory()
     size, work, t, p = context.size, context.workload, context.parallel.t, context.parallel.p
@@ -129,10 +132,3 @@ def saved_activations(context: CallContext) -> float:
         norms, wide = (6.0 if itemsize == 4 else 4 + 2 * 4 / itemsize), 4
     own = 2 * size.queries / t + 2 * size.keys_on(t) + wide * size.intermediate / t
     return (norms * size.hidden / context.links.shares + own) * itemsize
-
-
-def cache(context: CallContext, rows: float, kv_budget: float) -> float:
-    """Bytes of KV cache that generation uses on a device when there is `kv_budget`."""
-    each = max(1.0, -(-rows // context.parallel.d))
-    waves = Waves.of(context, each, kv_budget)
-    return waves.concurrent * context.workload.under_way * cache_bytes(context)
