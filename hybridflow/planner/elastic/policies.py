@@ -82,7 +82,7 @@ class RLinf:
             return [Release("rollout", rollout.instances)]
         if last and self.wait_before_last:
             return [Wait("rollout"), Release("rollout", rollout.instances)]
-        most = max(0, rollout.instances - -(-state.running_rows // state.max_running))
+        most = max(0, rollout.instances - -(-state.running_rows // state.speeds.decoding.slots))
         if rollout.instances <= 1 or not most:
             return []
         allowed = actor.instances + most * rollout.devices // actor.devices
@@ -171,7 +171,7 @@ def lend(state: State) -> list[Action]:
 
     def seconds(instances: int) -> float:  # a mean response, its step with the rows of an instance, in rounds
         rows = state.rows / instances
-        at_once = min(rows, state.max_running)
+        at_once = min(rows, state.speeds.decoding.slots)
         return rows / at_once * mean * (decoding.base + at_once * decoding.per_row)
 
     saved = (seconds(state.rollout.instances) - seconds(state.rollout.most)) / state.minibatches

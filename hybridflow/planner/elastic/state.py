@@ -110,10 +110,6 @@ class State:
     training: bool = False
 
     @property
-    def max_running(self) -> int:
-        return self.speeds.decoding.slots
-
-    @property
     def running_rows(self) -> int:
         return sum(len(group.tokens) for groups in self.running.values() for group in groups)
 
