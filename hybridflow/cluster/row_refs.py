@@ -206,7 +206,7 @@ class Stretches(NamedTuple):
 
 
 def stretches(node: Node) -> Stretches | None:
-    """All rows of `node`; None where they are chosen one by one, or there is none."""
+    """All rows of `node`; None where they are chosen one by one, or the node has no row."""
     numbers, runs = dict[int, int](), list[tuple[int, int, int]]()
     found = list(_stretches(node, 0, _rows(node)))
     if not found or any(one is None for one in found):
