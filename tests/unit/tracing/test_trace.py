@@ -176,7 +176,7 @@ def test_graph_of_a_recipe(recipe: str, small: Path, tmp_path: Path, monkeypatch
     reads = {(REWARD, OLD)} if recipe == "dapo" else set()  # the sampler reads which groups differ
     assert {(edge.source, edge.target) for edge in graph.edges if edge.kind == "driver"} == reads
     assert graph.trained == frozenset(steps)
-    assert found.rows == 128
+    assert found.rows == 256
     assert all(call.rows == 1.0 for call in graph.calls)
     assert {call.minibatches for call in graph.calls if call.kind == "training"} <= {2, 1}
     assert (Session.existing(), ray.is_initialized()) == before
