@@ -178,7 +178,7 @@ def test_graph_of_a_recipe(recipe: str, small: Path, tmp_path: Path, monkeypatch
     assert graph.trained == frozenset(steps)
     assert found.rows == 256
     assert all(call.rows == 1.0 for call in graph.calls)
-    assert {call.minibatches for call in graph.calls if call.kind == "training"} <= {2, 1}
+    assert {call.minibatches for call in graph.calls if call.kind == "training"} <= {4, 1}
     assert (Session.existing(), ray.is_initialized()) == before
     assert list(tmp_path.iterdir()) == [], "a trace leaves files"
 
