@@ -100,7 +100,7 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
     display = None
     try:
         name = str(read_settings(*driver.defaults, arguments=arguments).get("name", "")) if driver.defaults else ""
-        from hybridflow.tracking.start_display import (
+        from hybridflow.tracking.console import (
             StartDisplay,  # late, like the rest: --help and wrong settings are quick
         )
 

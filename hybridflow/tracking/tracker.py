@@ -27,12 +27,12 @@ from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.settings import check_names, local_path
+from hybridflow.tracking.console import RunDisplay
 from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
-from hybridflow.tracking.live_plot import LivePlot
+from hybridflow.tracking.live_plot import LivePlot, drawn_curve
 from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
-from hybridflow.tracking.report.recorder import EventRecorder
+from hybridflow.tracking.report.record import EventRecorder
 from hybridflow.tracking.report.run_files import RunFiles
-from hybridflow.tracking.run_display import RunDisplay, drawn_curve
 from hybridflow.tracking.run_lock import RunLock
 from hybridflow.tracking.sample_rows import SampledBatches, sampled
 
@@ -96,12 +96,14 @@ class Tracker:
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
         self._owner = RunLock(self.directory / ".lock", f"Tracker({str(directory)!r})")
         self._owner.take()
-        if current_cell() is not None:
-            self._end_earlier()
-        self._files, self._closed = KeptFiles(self.directory, _KEPT), False
+        if current_cell() is not None and session is not None:  # what an earlier run of a notebook has left
+            for other in list(session.parts.values()):
+                if isinstance(other, Tracker) and other.directory == self.directory:
+                    session.write_metrics()
+                    other.finish_late()
+        settings = {} if config is None else {"config.yaml": yaml.safe_dump(dict(config), sort_keys=False).encode()}
+        self._files, self._closed = KeptFiles(self.directory, _KEPT, settings), False
         self._display = RunDisplay(total) if console else None
-        self._config = b"" if config is None else yaml.safe_dump(dict(config), sort_keys=False).encode()
-        self._config_due = config is not None
         self._threads, self._pending = list[LoggerThread](), deque[tuple[tuple[Metrics, ...], int]]()  # yet to write
         self._sampled = SampledBatches()
         self._step = self._resumed = self._logged = self._written = 0
@@ -174,7 +176,6 @@ class Tracker:
                 self._display.samples(samples, title)
 
     def _append_samples(self, step: int, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._write_config()
         self._files.append("samples.jsonl", [as_line({"step": step, "title": title, **row}) for row in rows])
 
     def plot(self, *names: str) -> LivePlot:
@@ -186,13 +187,12 @@ class Tracker:
         with self._lock:
             if self._logged:  # otherwise the file is an earlier run's
                 for line in RunFiles(self.directory).lines("metrics.jsonl"):
-                    plot.add(line)
+                    plot.iteration(line)
             self._plots.append(plot)
         return plot
 
     def note(self, **figures: Any) -> None:
         """Write values of the whole run (accuracy before and after) to `notes.json`."""
-        self._write_config()
         self._notes |= figures
         self._files.replace("notes.json", as_document(self._notes))
 
@@ -232,10 +232,8 @@ class Tracker:
         if self._recorder is not None:
             self._recorder.forget(saved.step)
         notes = as_document(self._notes) if self._notes else b""
-        config = {"config.yaml": self._config} if self._config else {}
         if Session.replay is None:  # whose files begin with the steps that are replayed
-            self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""} | config)
-        self._config_due = False
+            self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""})
         for thread in self._threads:
             thread.put("open", self.directory, saved.run, saved.step)
         self._register()
@@ -243,14 +241,6 @@ class Tracker:
     def finish(self) -> None:
         """Wait for the last iteration, draw the reward curve, close. Can be called again."""
         self._finish(failed=False)
-
-    def _end_earlier(self) -> None:
-        """Finish the tracker of this directory that an earlier run of a notebook has left."""
-        session = Session.existing()
-        for other in [] if session is None else list(session.parts.values()):
-            if session is not None and isinstance(other, Tracker) and other.directory == self.directory:
-                session.write_metrics()
-                other.finish_late()
 
     def _finish(self, failed: bool) -> None:
         if self._closed:
@@ -315,7 +305,6 @@ class Tracker:
         line |= self._take_events(step, stages, line)
         # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
-        self._write_config()
         self._written, self._logged = self.written, step
         self._files.append("metrics.jsonl", [as_line(plain)])
         if math.isfinite(line.get("reward/mean", math.nan)):
@@ -326,18 +315,11 @@ class Tracker:
                 thread.put("open", self.directory, self._run, self._resumed)
         for thread in self._threads:
             thread.put("log", step, {name: value for name, value in line.items() if name != "step"})
-        if self._display is not None:
-            with self._files.forgiving("the display"):
+        with self._files.forgiving("the display"):
+            if self._display is not None:
                 self._display.iteration(line)
-        for plot in self._plots:
-            with self._files.forgiving("a plot"):
-                plot.add(plain)
-
-    def _write_config(self) -> None:
-        """With the run's first line: until then it may still be continued, with the files of an earlier run."""
-        if self._config_due:
-            self._config_due = False
-            self._files.replace("config.yaml", self._config)
+            for plot in self._plots:
+                plot.iteration(plain)
 
     def _take_events(self, step: int, stages: object, line: Mapping[str, float]) -> dict[str, float]:
         """Write the events of the calls that have ended; the metrics that follow from them."""
@@ -392,12 +374,9 @@ class Tracker:
             thread.put("close", failed)
         for name in self._wait_for_loggers(_CLOSE_SECONDS, again=True):
             logger.warning("%s has not answered for %.0f s: it may lack metrics.", name, _CLOSE_SECONDS)
-        for plot in self._plots:
-            with self._files.forgiving("a plot"):
-                plot.update()
-        if self._display is not None:
-            with self._files.forgiving("the display"):
-                self._display.close()
+        with self._files.forgiving("the display"):
+            for shown in [*self._plots, *([self._display] if self._display is not None else [])]:
+                shown.close()
         self._owner.release()
 
     def _wait_for_loggers(self, seconds: float, again: bool = False) -> list[str]:

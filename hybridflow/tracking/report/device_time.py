@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from hybridflow.tracking.report.curves import is_number
+from hybridflow.tracking.report.run_files import is_number
 
 Interval = tuple[float, float]
 KINDS = ("call", "transfer", "wait", "switch", "stage")  # the last two are parts of a call

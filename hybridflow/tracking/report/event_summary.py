@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridflow.tracking.report.curves import is_number, rounded
 from hybridflow.tracking.report.device_time import DRIVER, KINDS, Activity, Interval, role_overlap, shares
-from hybridflow.tracking.report.run_files import RunFiles
+from hybridflow.tracking.report.run_files import RunFiles, is_number, rounded
 
 _MARKS = ("restart", "skipped", "note")
 _MOST_VIEWS, _MOST_EVENTS = 12, 30_000
@@ -41,7 +40,11 @@ class EventSummary:
             self.runs.append(dict(event))
             self._run_offsets.append(offset)
         elif event.get("kind") in _MARKS:
-            self._mark(event)
+            start, end, step = event.get("start"), event.get("end"), event.get("step")
+            length = rounded(end - start) if is_number(start) and is_number(end) else None
+            mark = {"kind": event["kind"], "step": step if type(step) is int else None, "seconds": length}
+            what = str(event.get("what", ""))[:2000]
+            self.marks.append(mark | {"start": start if is_number(start) else None, "what": what})
         elif (one := Activity.of(event)) is None:
             self.unusable += 1
         else:
@@ -60,14 +63,6 @@ class EventSummary:
             call[1] = max(call[1], one.ready - one.start)
             call[2] += 1
 
-    def _mark(self, event: Mapping[str, Any]) -> None:
-        start, end = event.get("start"), event.get("end")
-        length = rounded(end - start) if is_number(start) and is_number(end) else None
-        step = event.get("step") if type(event.get("step")) is int else None
-        when = start if is_number(start) else None
-        what = str(event.get("what", ""))[:2000]
-        self.marks.append({"kind": event["kind"], "step": step, "start": when, "seconds": length, "what": what})
-
     def devices(self) -> list[dict[str, Any]]:
         """All devices that a run record or an event names, in order: key, node, name, memory and planned memory."""
         known: dict[str, dict[str, Any]] = {}
@@ -80,7 +75,9 @@ class EventSummary:
                 known[key] = {"key": key, **about, "plan": planned.get(key) if isinstance(planned, dict) else None}
         for device in {device for device, _ in self._memory}:
             known.setdefault(device, {"key": device})
-        return sorted(known.values(), key=lambda device: _natural(device["key"]))
+        parts = {key: key.rpartition("/") for key in known}
+        order = {key: (pool, int(rank) if rank.isdigit() else -1, rank) for key, (pool, _, rank) in parts.items()}
+        return sorted(known.values(), key=lambda device: order[device["key"]])
 
     def memory(self) -> dict[str, dict[str, float]]:
         """Largest memory of each device in each phase (`role.method`), in bytes."""
@@ -109,23 +106,18 @@ class EventSummary:
 
     def chosen(self) -> dict[int, str]:
         """Iterations to show and why: first, median, slowest, last, and those around restarts."""
-        lengths = {step: end - start for step, (start, end) in self._extents.items() if step > 0} or {
-            step: end - start for step, (start, end) in self._extents.items()
-        }
-        if not lengths:
+        steps = [step for step in self._extents if step > 0] or list(self._extents)
+        if not steps:
             return {}
-        slow = sorted(lengths, key=lambda step: lengths[step])
+        slow = sorted(steps, key=lambda step: self._extents[step][1] - self._extents[step][0])
         why: dict[int, list[str]] = {}
-        for step, reason in ((min(lengths), "first"), (slow[(len(slow) - 1) // 2], "median")):
+        median = slow[(len(slow) - 1) // 2]
+        for step, reason in ((min(steps), "first"), (median, "median"), (slow[-1], "slowest"), (max(steps), "last")):
             why.setdefault(step, []).append(reason)
-        for step, reason in ((slow[-1], "slowest"), (max(lengths), "last")):
-            why.setdefault(step, []).append(reason)
-        for mark in self.marks:
-            if mark["kind"] == "restart" and mark["step"] is not None:
-                for near, reason in ((-1, "before a restart"), (0, "restart"), (1, "after a restart")):
-                    step = mark["step"] + near
-                    if step in lengths and (step in why or len(why) < _MOST_VIEWS):
-                        why.setdefault(step, []).append(reason)
+        for at in [mark["step"] for mark in self.marks if mark["kind"] == "restart" and mark["step"] is not None]:
+            for step, reason in ((at - 1, "before a restart"), (at, "restart"), (at + 1, "after a restart")):
+                if step in steps and (step in why or len(why) < _MOST_VIEWS):
+                    why.setdefault(step, []).append(reason)
         return {step: ", ".join(dict.fromkeys(why[step])) for step in sorted(why)}
 
     def activities(self, step: int) -> list[Activity]:
@@ -196,8 +188,3 @@ def _view(
 
 def _meet(one: Interval, other: Interval) -> bool:
     return one[0] < other[1] and other[0] < one[1]
-
-
-def _natural(key: str) -> tuple[str, int, str]:
-    pool, _, rank = key.rpartition("/")
-    return pool, int(rank) if rank.isdigit() else -1, rank
