@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,12 +289,3 @@ def _number(text: str) -> float:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def report(say: Callable[[str], None], run: bool = True) -> int:
-    """Says each finding; returns how many are wrong."""
-    wrong = 0
-    for finding in examine(run):
-        say(str(finding))
-        wrong += bool(finding.cure)
-    return wrong
