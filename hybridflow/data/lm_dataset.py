@@ -57,15 +57,8 @@ class TextSource(ResumableSampler):
             self._rows: LMDataset | SFTDataset = LMDataset(records, text or "text", loaded, max_tokens)
         else:
             self._rows = SFTDataset(records, prompt, completion, loaded, max_tokens)
-        super().__init__(
-            self._rows,
-            batch_size=batch_size,
-            steps=None,
-            seed=seed,
-            shuffle=shuffle,
-            workers=workers,
-            identity={"texts": len(self._rows), "fingerprint": self._rows.fingerprint, "max_tokens": max_tokens},
-        )
+        identity = {"texts": len(self._rows), "fingerprint": self._rows.fingerprint, "max_tokens": max_tokens}
+        super().__init__(self._rows, identity, batch_size, None, seed, shuffle, workers)
 
     @property
     def filtered(self) -> int:

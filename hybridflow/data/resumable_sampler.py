@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import traceback
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 SECONDS = 600.0  # limit for a worker process to deliver a batch
-_FORK_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # its threads do not survive a fork
+_THREADS = "TOKENIZERS_PARALLELISM"  # they do not survive a fork
 
 
 class Draw(NamedTuple):
@@ -56,13 +55,12 @@ class ResumableSampler:
     def __init__(
         self,
         dataset: Dataset,
-        *,
+        identity: Mapping[str, Any],
         batch_size: int,
         steps: int | None,
         seed: int,
         shuffle: bool,
         workers: int,
-        identity: Mapping[str, Any],
         allow_changed: bool = False,
     ) -> None:
         if type(seed) is not int:
@@ -91,9 +89,13 @@ class ResumableSampler:
                 found = next(batches)
             except RuntimeError as error:
                 batches = iter(())
-                if self.workers:
-                    raise self._explained(error) from error
-                raise
+                if not self.workers:
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold what ends the other workers when it is let go
+                raise WorkerError(
+                    f"a process of the loader (workers={self.workers}) failed, or had no batch ready within "
+                    f"{SECONDS:.0f} s: {error}"
+                ) from error
             if isinstance(found, PromptError):
                 batches = iter(())  # an error that is kept would keep this frame, and with it the workers
                 raise found
@@ -127,7 +129,9 @@ class ResumableSampler:
 
         several = {"timeout": SECONDS, "multiprocessing_context": "fork"} if self.workers else {}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls what torch gave up
+            warnings.filterwarnings(
+                "ignore", "'set_vital' is deprecated"
+            )  # torchdata calls a method that torch removed
             loader: Any = StatefulDataLoader(
                 _Draws(),  # type: ignore[arg-type]  a dataset by what it can do
                 batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
@@ -136,8 +140,13 @@ class ResumableSampler:
                 generator=torch.Generator(),  # else it would draw from the caller's
                 **several,
             )
-        with _environment(_FORK_ENVIRONMENT) if self.workers else contextlib.nullcontext():
+        changed = self.workers > 0 and _THREADS not in os.environ
+        os.environ |= {_THREADS: "false"} if changed else {}
+        try:
             return iter(loader)
+        finally:
+            if changed:
+                del os.environ[_THREADS]
 
     def _read(self, draws: list[Draw]) -> Any:
         try:
@@ -163,31 +172,12 @@ class ResumableSampler:
             yield draws
             batch += 1
 
-    def _explained(self, error: RuntimeError) -> WorkerError:
-        traceback.clear_frames(error.__traceback__)  # they hold what ends the other workers when it is let go
-        return WorkerError(
-            f"a process of the loader (workers={self.workers}) failed, or had no batch ready within {SECONDS:.0f} s: "
-            f"{error}"
-        )
-
 
 class _Draws:
     """The map-style data set that torch's loader asks for: draws, which `collate_fn` reads."""
 
     def __getitem__(self, draw: Draw) -> Draw:
         return draw
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables within, unless they are set already."""
-    new = {name: value for name, value in changes.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            del os.environ[name]
 
 
 def check_sizes(least: int = 1, /, **sizes: int) -> None:
