@@ -158,11 +158,8 @@ class Ragged:
 
     def equal(self, other: Ragged) -> bool:
         """Same rows, dtype and values."""
-        return (
-            self.dtype == other.dtype
-            and torch.equal(self.offsets, other.offsets)
-            and torch.equal(self.values, other.values)
-        )
+        alike = self.dtype == other.dtype and torch.equal(self.offsets, other.offsets)
+        return alike and torch.equal(self.values, other.values)
 
     def __repr__(self) -> str:
         lengths = self.offsets.diff()
