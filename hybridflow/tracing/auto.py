@@ -90,11 +90,8 @@ def whole(found: Trace) -> list[str]:
     """Groups of models that cannot have replicas in other layouts; a stream generates in the group's own processes."""
     placed = {name: found.groups[name] for name in found.graph.groups if found.graph.models[name] is not None}
     streams = {call.group for call in found.graph.calls if call.continuous}
-    return [
-        name
-        for name, group in placed.items()
-        if name in streams or not can_replicate(group.worker_class, group.settings)
-    ]
+    one = {name for name, group in placed.items() if not can_replicate(group.worker_class, group.settings)}
+    return [name for name in placed if name in streams or name in one]
 
 
 def alone(found: Trace) -> list[Apart]:
@@ -178,12 +175,8 @@ class AutoDriver:
         spec, workload = ClusterSpec.of(given["cluster"]), given["workload"]
         driver = functools.partial(self.driver, *arguments, **named)
         found = trace_driver(driver, models=given.get("models"))
-        return _fitting(
-            found,
-            workload,
-            workload_of(found, workload, spec),
-            lambda work: plan_elastic(found.graph, spec, work, **options),
-        )
+        own = workload_of(found, workload, spec)
+        return _fitting(found, workload, own, lambda work: plan_elastic(found.graph, spec, work, **options))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         driver = functools.partial(self.driver, *arguments, **named)
