@@ -119,7 +119,7 @@ class Batch:
         return self._with({name: self.peek(name) for name in kinds.names_of(names)})
 
     def without(self, *names: str | Iterable[str]) -> Batch:
-        """All columns but these."""
+        """All other columns."""
         dropped = {name: self.peek(name) for name in kinds.names_of(names)}
         return self._with({name: column for name, column in self._columns.items() if name not in dropped})
 
@@ -130,7 +130,7 @@ class Batch:
         return Batch._of(made, self._rows, {new[old] for old in self._shared}, self.chunk_rows)
 
     def with_columns(self, **new: Any) -> Batch:
-        """These columns added, or put in the place of those with the same name."""
+        """With these columns, which replace columns of the same name."""
         if not self.columns and not self._rows:
             return Batch(new)
         made, shared = kinds.checked(new, self._rows)

@@ -74,7 +74,7 @@ def _add_commands(commands: Any) -> None:
     add("--length", type=int, default=128, metavar="TOKENS", help="of a row, prompt and response (default: 128)")
     add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
     add("--rows", type=int, default=128, help="of the largest decode step (default: 128)")
-    add("--repeats", type=int, default=5, help="of which each figure is the median (default: 5)")
+    add("--repeats", type=int, default=5, help="of which each value is the median (default: 5)")
 
     meaning = "turn a run's checkpoint into a Hugging Face directory, without a cluster"
     more = "Writes the model of one group as `save` of the group did at that step. Nothing is started."

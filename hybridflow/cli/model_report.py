@@ -1,4 +1,4 @@
-"""`hybridflow doctor MODEL_DIR`: what a model directory says to those that read it, and what would be refused."""
+"""`hybridflow doctor MODEL_DIR`: what the readers of a model directory understand, and what they refuse."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ def _cut(text: str, number: int, count: int) -> str:
 
 
 class SFTDataset(_TextDataset):
-    """Prompts with completions: the response is the completion's tokens and the end token, after chat messages what the
-    chat template ends a turn with."""
+    """Prompts with completions: the response is the completion's tokens and the end token; after chat messages, the
+    tokens that end a turn in the chat template."""
 
     def __init__(self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._records, self._prompt, self._completion = records, prompt, completion

@@ -140,8 +140,8 @@ class Prompts:
             )
 
     def check_fit(self, tokens: int, tokenizer: Callable[[], Tokenizer], where: str) -> None:
-        """Only prompts that may be so long are tokenised. Errors: PromptError for those of more than `tokens` tokens,
-        the most that `where` takes."""
+        """Tokenises only prompts that may be too long. Errors: PromptError for prompts of more than `tokens` tokens,
+        the limit of `where`."""
         if not (may := (self._bounds > tokens).nonzero().flatten().tolist()):
             return
         known = self._tokenizer or tokenizer()

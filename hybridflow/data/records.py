@@ -299,16 +299,14 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         except UnicodeDecodeError as error:
             found = f"0x{line[error.start]:02x} at byte {error.start + 1}"
             raise PromptError(f"{where} is not UTF-8 text: {found}. Give a JSONL or Parquet file.") from None
-        if text.strip():
-            yield number, _parse(where, text)
-
-
-def _parse(where: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where} is not JSON: {error.msg} at character {error.colno}.") from None
-    except ValueError as error:  # Python bounds the digits of whole numbers
-        raise PromptError(f"{where} has a number that cannot be read: {str(error).split(';')[0]}.") from None
-    except RecursionError:
-        raise PromptError(f"{where} is nested too deeply.") from None
+        if not text.strip():
+            continue
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{where} is not JSON: {error.msg} at character {error.colno}.") from None
+        except ValueError as error:  # Python bounds the digits of whole numbers
+            raise PromptError(f"{where} has a number that cannot be read: {str(error).split(';')[0]}.") from None
+        except RecursionError:
+            raise PromptError(f"{where} is nested too deeply.") from None
+        yield number, found

@@ -129,9 +129,7 @@ class ResumableSampler:
 
         several = {"timeout": SECONDS, "multiprocessing_context": "fork"} if self.workers else {}
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "'set_vital' is deprecated"
-            )  # torchdata calls a method that torch removed
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
             loader: Any = StatefulDataLoader(
                 _Draws(),  # type: ignore[arg-type]  a dataset by what it can do
                 batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
@@ -140,8 +138,8 @@ class ResumableSampler:
                 generator=torch.Generator(),  # else it would draw from the caller's
                 **several,
             )
-        changed = self.workers > 0 and _THREADS not in os.environ
-        os.environ |= {_THREADS: "false"} if changed else {}
+        if changed := self.workers > 0 and _THREADS not in os.environ:
+            os.environ[_THREADS] = "false"
         try:
             return iter(loader)
         finally:

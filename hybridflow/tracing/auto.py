@@ -123,7 +123,7 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
     drawn = found.sampled
     trains = [group.settings["train"] for group in found.groups.values() if group.settings.get("optim") is not None]
     # processors have no fast 16-bit arithmetic, and the engines compute in float32 there
-    figures: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rows": found.rows,
         "responses_per_prompt": drawn.factor if drawn else 1,
         "prompt": Lengths.of(list(drawn.prompt_tokens)) if drawn and drawn.prompt_tokens else Lengths.of(_PROMPT),
@@ -131,14 +131,13 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
         "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
     }
     if trains:  # the driver's own choice: the first group's, for all groups
-        figures |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}
-    if "rows" in own and "responses_per_prompt" not in own and own["rows"] % figures["responses_per_prompt"]:
+        fields |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}
+    if "rows" in own and "responses_per_prompt" not in own and own["rows"] % fields["responses_per_prompt"]:
         raise ConfigError(
-            f"workload={own['rows']}: these are responses, and the driver draws {figures['responses_per_prompt']} for "
+            f"workload={own['rows']}: these are responses, and the driver draws {fields['responses_per_prompt']} for "
             f"each prompt. Give a multiple of that."
         )
-    figures |= own
-    return Workload(**figures)
+    return Workload(**(fields | own))
 
 
 _OPTIONS, _ELASTIC = (

@@ -48,10 +48,11 @@ PUBLISHED: Mapping[str, ModelSpec] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TraceSpec:
-    """A group to trace with: the class of its workers and their settings, of which `model` may be any `ModelSource`."""
+    """A group of a trace."""
 
     worker_class: type
     settings: Mapping[str, Any]
+    """`model` may be any `ModelSource`."""
 
 
 def trace_spec(worker_class: type, **settings: Any) -> TraceSpec:
@@ -91,7 +92,11 @@ def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[
     backend = TraceBackend()
     with backend.within():
         pool = ResourcePool(1)
-        placed = {name: _placed(pool, name, given) for name, given in groups.items()}
+        for name, given in groups.items():
+            known = isinstance(given, WorkerGroup | TraceSpec)
+            found = f"trace: the group {name!r} is {given!r:.80}"
+            require(known, f"{found}. Give hf.trace_spec(hf.ActorWorker, model=..., ...).")
+        placed = {name: place(one.worker_class, pool, name=name, **one.settings) for name, one in groups.items()}
         while not backend.seen_enough():
             backend.begin_iteration()
             given = placeholder_columns(("prompt", "prompt_ids"), 8) if prompts is None else prompts
@@ -187,12 +192,6 @@ def configuration(source: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{error} Known models: {', '.join(PUBLISHED)}.") from None
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no configuration of a model: {error}.") from None
-
-
-def _placed(pool: ResourcePool, name: str, given: Any) -> WorkerGroup:
-    good = isinstance(given, WorkerGroup | TraceSpec)
-    require(good, f"trace: the group {name!r} is {given!r:.80}. Give hf.trace_spec(hf.ActorWorker, model=..., ...).")
-    return place(given.worker_class, pool, name=name, **given.settings)
 
 
 def _arguments(step: Callable[..., Any], groups: Mapping[str, WorkerGroup], batch: BatchRef) -> dict[str, Any]:

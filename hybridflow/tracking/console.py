@@ -1,4 +1,4 @@
-"""What a person sees on the console: StartDisplay until the first iteration is done, then RunDisplay."""
+"""Displays on the console: StartDisplay until the first iteration is done, then RunDisplay."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class StartDisplay:
             self._file.write(dict(self._done))
 
     def _before(self, name: str, form: str) -> str:
-        """The duration of the last time, if it is known and long enough to matter."""
+        """The duration of the last start, if it is known and at least half a second."""
         seconds = self._file.last.get(name, 0.0)
         return form.format(f"{seconds:.0f} s last time") if seconds >= 0.5 else ""
 
@@ -197,21 +197,21 @@ class RunDisplay:
         )  # fmt: skip
         self._task = self._progress.add_task("iteration", total=total)
 
-    def iteration(self, figures: Mapping[str, float]) -> None:
+    def iteration(self, metrics: Mapping[str, float]) -> None:
         """Show the metrics of one iteration, as `Tracker` writes them; missing ones are left out."""
         startup.started()
-        if "reward/mean" in figures:
-            self._rewards.append(figures["reward/mean"])
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
         if not self._console.is_terminal:
-            shown = [f"{name} {form.format(figures[key])}" for name, key, form in _SHOWN if key in figures]
-            line = f"step {figures['step']:g}  " + "  ".join(shown) + f"  ({self._stages(figures).plain})"
+            shown = [f"{name} {form.format(metrics[key])}" for name, key, form in _SHOWN if key in metrics]
+            line = f"step {metrics['step']:g}  " + "  ".join(shown) + f"  ({self._stages(metrics).plain})"
             _print_line(self._console, line.removesuffix("  ()"))
             return
-        self._progress.update(self._task, completed=int(figures["step"]))
+        self._progress.update(self._task, completed=int(metrics["step"]))
         if self._live is None:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
-        self._live.update(Group(self._progress, self._table(figures), self._stages(figures)))
+        self._live.update(Group(self._progress, self._table(metrics), self._stages(metrics)))
 
     def samples(self, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """A table of rows; texts are shown as they are, without markup."""
@@ -233,21 +233,21 @@ class RunDisplay:
             self._live.stop()
             self._live = None
 
-    def _table(self, figures: Mapping[str, float]) -> Table:
+    def _table(self, metrics: Mapping[str, float]) -> Table:
         table = Table(show_edge=False, pad_edge=False, box=None)
         values = []
         for name, key, form in _SHOWN:
-            if key in figures:
+            if key in metrics:
                 table.add_column(name, justify="right")
-                values.append(form.format(figures[key]))
+                values.append(form.format(metrics[key]))
         table.add_column("reward so far")
         table.add_row(*values, sparkline(self._rewards[-60:]))
         return table
 
-    def _stages(self, figures: Mapping[str, float]) -> Text:
+    def _stages(self, metrics: Mapping[str, float]) -> Text:
         stages = [
             f"{key.rpartition('.')[2]} {value:.2f}"
-            for key, value in figures.items()
+            for key, value in metrics.items()
             if key.startswith("time/") and key not in _NO_STAGE and key.count("/") == 1
         ]
         return Text("  ".join(stages), style="dim")

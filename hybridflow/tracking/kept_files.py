@@ -25,7 +25,7 @@ _AT_ONCE = 1000  # lines in one write
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run continues: its id, the last step, seconds so far, the reward curve, and single figures."""
+    """Where a run continues: its id, the last step, seconds so far, the reward curve, and notes."""
 
     run: str
     step: int
@@ -85,7 +85,7 @@ class KeptFiles:
         self._lines: defaultdict[str, list[bytes]] = defaultdict(list)
         self._contents: dict[str, bytes] = {}
         self._ends: dict[str, int] = {}  # end of the complete lines; a write may have left half a line
-        self._why, self._told = "", set[int | None]()
+        self._why, self._reported = "", set[int | None]()
 
     def append(self, name: str, records: Sequence[bytes]) -> None:
         """Append whole records, such as lines with their end."""
@@ -109,10 +109,6 @@ class KeptFiles:
         self._contents.clear()
         self._first = partial(self._cut_after, step, {**contents, **self._also}, n)
         self.write()
-
-    def waiting(self, name: str) -> int:
-        """The number of lines that could not be written yet."""
-        return len(self._lines.get(name, ()))
 
     def write(self) -> None:
         """Retry all pending writes."""
@@ -146,11 +142,9 @@ class KeptFiles:
             yield
         except OSError as error:
             self._why = error.strerror or str(error)
-            if error.errno not in self._told:
-                self._told.add(error.errno)
-                logger.warning(
-                    "%s cannot be written: %s. The run continues; figures are kept for later.", what, self._why
-                )
+            if error.errno not in self._reported:
+                self._reported.add(error.errno)
+                logger.warning("%s cannot be written: %s. The run continues; this is written later.", what, self._why)
 
     def _set_aside(self) -> None:
         n = self._free_number()

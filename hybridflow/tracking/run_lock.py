@@ -23,7 +23,7 @@ _MISSED = 3  # beats of a process that has ended, or whose machine has
 
 
 class RunLock:
-    """The lock at `path` for this process, which may take it several times; `what` is said in errors.
+    """The lock at `path` for this process, which may take it several times; errors begin with `what`.
 
     A file system that refuses the lock's file, such as a full or read-only one, does not stop a run: what is written
     there fails with an error of its own.

@@ -27,7 +27,7 @@ def downsample(points: Sequence[Point], buckets: int) -> list[Point]:
 
 
 def curves(lines: Iterable[Mapping[str, Any]], buckets: int = 400) -> dict[str, list[list[float | None]]]:
-    """Each metric as [steps, values], downsampled; figures that are not finite leave a gap (None)."""
+    """Each metric as [steps, values], downsampled; a value that is not finite leaves a gap (None)."""
     found, gaps = defaultdict[str, list[Point]](list), defaultdict[str, list[tuple[float, None]]](list)
     for line in lines:
         if not is_number(step := line.get("step")):
@@ -70,7 +70,7 @@ def shown_samples(files: RunFiles, budget: int = _BUDGET) -> dict[str, Any]:
 
 
 def _shown(value: Any, depth: int = 0) -> Any:
-    """Texts and lists of bounded length, numbers of few digits, no figure that JSON lacks."""
+    """The value with texts and lists of bounded length, numbers of few digits, and nothing that JSON lacks."""
     if isinstance(value, str):
         return value if len(value) <= _CHARACTERS else value[:_CHARACTERS] + "…"
     if isinstance(value, list) and depth < 6:

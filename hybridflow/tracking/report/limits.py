@@ -1,4 +1,4 @@
-"""What limits an iteration: its critical path, walked backwards over the events, and what each part of it was. Pure.
+"""Limits of an iteration: the parts of its critical path, which is walked backwards over the events. Pure.
 
 The path begins at the last call to end. Before a call comes the call that ended last before its inputs had arrived.
 Time between two calls is a wait for data where the driver waited for its loader, and the driver's elsewhere. A call
@@ -40,11 +40,13 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Limit:
-    """`seconds` per iteration that `name` takes on the critical path, as a `share` of the iterations' time."""
+    """A part of the critical path."""
 
     name: str
     seconds: float
+    """Per iteration."""
     share: float
+    """Of the iterations' time."""
     advice: str
 
 

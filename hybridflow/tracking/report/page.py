@@ -70,7 +70,7 @@ def _part(name: str) -> str:
 
 
 def _run_data(files: RunFiles) -> dict[str, Any]:
-    """What the page shows of one run, as plain data."""
+    """The page's data of one run."""
     lines = list(files.lines("metrics.jsonl"))
     names = {name for line in lines for name in line}
     events = EventSummary(files)
@@ -98,8 +98,7 @@ def _run_data(files: RunFiles) -> dict[str, Any]:
 
 
 def as_script(data: Any) -> str:
-    """JSON that can stand in a script element, whatever texts it holds: no '<', no '&', only ASCII; None for figures
-    that JSON lacks."""
+    """JSON for a script element: no '<' and no '&', only ASCII; numbers that JSON lacks become None."""
     try:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The format of `events.jsonl`: what hosts and the driver have recorded, one JSON object per line.
+"""events.jsonl: events of hosts and of the driver, one JSON object per line; `EventRecorder` and `read_events`.
 
 - `run`: the devices of every pool, the groups on them, and the plan, if any; again after every change
 - `call`, `transfer`, `switch`, `stage`: one call of one group on one device, see `engines.call_events.Event`
@@ -37,7 +37,7 @@ _NAMES = {
 
 
 def as_record(event: Event | Incident, step: int) -> dict[str, Any]:
-    """The JSON object of an event; figures of its work only where there are some."""
+    """The JSON object of an event; of its work only the numbers that are not zero."""
     found = {name: getattr(event, name) for name in _NAMES[type(event)]} | {"step": step}
     if isinstance(event, Event):
         found |= {name: value for name in _NAMES[CallWork] if (value := getattr(event.work, name))}

@@ -1,4 +1,4 @@
-"""RunFiles: what a run directory holds, read line by line; damaged lines are counted, not fatal."""
+"""RunFiles: the files of a run directory, read line by line; damaged lines are counted, not fatal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunFiles:
                 start += len(text)
 
     def lines_at(self, name: str, offsets: list[int]) -> Iterator[dict[str, Any]]:
-        """The objects at `offsets` of `placed_lines`; those of a file that was replaced since are left out."""
+        """The objects at `offsets` of `placed_lines`; lines that were replaced meanwhile are left out."""
         with (self.directory / name).open("rb") as file:
             for offset in offsets:
                 file.seek(offset)

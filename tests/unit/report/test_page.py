@@ -20,8 +20,7 @@ from hybridflow.cli import commands as cli
 from hybridflow.errors import ConfigError
 from hybridflow.tracking.report import page as pages
 from hybridflow.tracking.report.curves import curves, downsample, shown_samples
-from hybridflow.tracking.report.device_time import Activity, merged, overlapping, seconds, shares
-from hybridflow.tracking.report.event_summary import EventSummary
+from hybridflow.tracking.report.event_summary import Activity, EventSummary, merged, overlapping, seconds, shares
 from hybridflow.tracking.report.limits import Limit
 from hybridflow.tracking.report.page import as_script, report_html, write_report
 from hybridflow.tracking.report.run_files import RunFiles
