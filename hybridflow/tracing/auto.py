@@ -137,7 +137,8 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
             f"workload={own['rows']}: these are responses, and the driver draws {fields['responses_per_prompt']} for "
             f"each prompt. Give a multiple of that."
         )
-    return Workload(**(fields | own))
+    fields |= own
+    return Workload(**fields)
 
 
 _OPTIONS, _ELASTIC = (
