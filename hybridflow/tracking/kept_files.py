@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, pairwise, takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ _AT_ONCE = 1000  # lines in one write
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run continues: its id, the last step, seconds so far, the reward curve, and notes."""
+    """Where a run continues: its id, the last step, seconds so far, and notes."""
 
     run: str
     step: int
     seconds: float
-    rewards: list[tuple[int, float]]
     notes: dict[str, Any]
 
     @classmethod
@@ -39,33 +38,22 @@ class RunState:
         if not isinstance(state, Mapping):
             raise ConfigError(f"the tracker's state is a {type(state).__name__}: give what Tracker.state() has given.")
         found: dict[str, Any] = {part: state.get(part) for part in _CHECKS}
-        wrong = next((part for part, is_right in _CHECKS.items() if not is_right(found[part])), None)
-        if wrong is None and found["rewards"] and found["rewards"][-1][0] > found["step"]:
-            wrong = "step"
-        if wrong is not None:
+        for part in [part for part, is_right in _CHECKS.items() if not is_right(found[part])]:
             raise ConfigError(
-                f"the tracker's state has {wrong}={found[wrong]!r:.80}, which Tracker.state() never gives: it is "
+                f"the tracker's state has {part}={found[part]!r:.80}, which Tracker.state() never gives: it is "
                 f"damaged. Use the state of another checkpoint."
             )
-        rewards = [(step, float(reward)) for step, reward in found["rewards"]]
-        return cls(**found | {"seconds": float(found["seconds"]), "rewards": rewards, "notes": dict(found["notes"])})
+        return cls(found["run"], found["step"], float(found["seconds"]), dict(found["notes"]))
 
     def as_json(self) -> dict[str, Any]:
         notes = json.loads(as_document(self.notes), parse_constant=lambda _: None)  # JSON has no NaN
-        return vars(self) | {"rewards": [list(point) for point in self.rewards], "notes": notes}
-
-
-def _is_curve(points: Any) -> bool:
-    pairs = isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points)
-    known = pairs and all(type(step) is int and is_number(reward) for step, reward in points)
-    return known and all(a < b for a, b in pairwise([0, *(step for step, _ in points)]))
+        return vars(self) | {"notes": notes}
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "run": lambda found: isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) is not None,
     "step": lambda found: type(found) is int and 0 <= found < 2**62,
     "seconds": lambda found: is_number(found) and found >= 0,
-    "rewards": _is_curve,
     "notes": lambda found: isinstance(found, dict) and all(isinstance(name, str) for name in found),
 }
 

@@ -33,7 +33,7 @@ from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_
 from hybridflow.tracking.live_plot import LivePlot, drawn_curve
 from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
 from hybridflow.tracking.report.record import EventRecorder
-from hybridflow.tracking.report.run_files import RunFiles
+from hybridflow.tracking.report.run_files import RunFiles, is_number
 from hybridflow.tracking.run_lock import RunLock
 from hybridflow.tracking.sample_rows import loading, sample_rows, sampled
 
@@ -109,7 +109,6 @@ class Tracker:
         self._samples: list[tuple[int, str, Batch | BatchRef, Future[Tokenizer] | None]] = []
         self._step = self._resumed = self._logged = 0
         self._last = self._start = time.perf_counter()
-        self._rewards: list[tuple[int, float]] = []
         self._plots: list[LivePlot] = []
         self._notes: dict[str, Any] = {}
         self._run = uuid.uuid4().hex
@@ -202,9 +201,7 @@ class Tracker:
         with self._lock:
             self.flush(step)
             step = self._step if step is None else step
-            rewards = [(at, reward) for at, reward in self._rewards if at <= step]
-            seconds = time.perf_counter() - self._start
-            return RunState(self._run, step, seconds, rewards, self._notes).as_json()
+            return RunState(self._run, step, time.perf_counter() - self._start, self._notes).as_json()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue the run after the step of `state`, in the same files; discards the iteration that is pending.
@@ -214,7 +211,7 @@ class Tracker:
         """
         saved = RunState.read(state)
         self._owner.take()
-        self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
+        self._run, self._notes = saved.run, saved.notes
         self._step = self._resumed = self._logged = saved.step
         for plot in self._plots:
             plot.forget(saved.step)
@@ -243,9 +240,11 @@ class Tracker:
             self.flush()
             if self._recorder is not None and not failed:  # calls after the loop
                 self._recorder.session.iterations.collect()
-            if self._rewards:
-                with self._files.forgiving("reward.png"):
-                    self._files.replace("reward.png", drawn_curve(self._rewards))
+            with self._files.forgiving("reward.png"):
+                lines = RunFiles(self.directory).lines("metrics.jsonl") if self._logged else ()
+                found = [(line.get("step"), line.get("reward/mean")) for line in lines]
+                if rewards := [(step, reward) for step, reward in found if type(step) is int and is_number(reward)]:
+                    self._files.replace("reward.png", drawn_curve(rewards))
         finally:
             self._close(failed)
 
@@ -302,8 +301,6 @@ class Tracker:
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
         self._logged = step
         self._files.append("metrics.jsonl", [as_line(plain)])
-        if math.isfinite(line.get("reward/mean", math.nan)):
-            self._rewards.append((step, line["reward/mean"]))
         if not self._threads:
             self._threads = [LoggerThread(name, one, self._end_first) for name, one in self._loggers.items()]
             for thread in self._threads:

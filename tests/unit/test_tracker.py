@@ -240,7 +240,7 @@ def test_a_directory_that_is_removed_stops_no_run_and_the_end_says_what_is_missi
     tracker.note(accuracy=1.0)
     assert len(caplog.records) == 1
     tracker.finish()
-    missing = "4 lines of metrics.jsonl, 1 lines of samples.jsonl, notes.json, reward.png (No such file or directory)"
+    missing = "4 lines of metrics.jsonl, 1 lines of samples.jsonl, notes.json (No such file or directory)"
     assert missing in caplog.records[1].message
     assert len(caplog.records) == 2
 

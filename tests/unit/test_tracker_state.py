@@ -199,13 +199,11 @@ def test_a_state_continues_in_an_empty_directory(tmp_path, caplog):
     assert "ends at step 0, the saved state is of step 2" in caplog.text
 
 
-GOOD = {"run": "0" * 32, "step": 2, "seconds": 1.5, "rewards": [[1, 0.5], [2, 0.25]], "notes": {"a": 1}}
+GOOD = {"run": "0" * 32, "step": 2, "seconds": 1.5, "notes": {"a": 1}}
 BAD = [
     *({"run": run} for run in (None, 7, "", "../../x", "0" * 31 + "\n", "0" * 33)),
-    *({"step": step} for step in (None, -1, 1.0, True, "2", 2**62, math.nan, 1)),
+    *({"step": step} for step in (None, -1, 1.0, True, "2", 2**62, math.nan)),
     *({"seconds": seconds} for seconds in (None, -1.0, math.nan, math.inf, "1", True, 10**400)),
-    *({"rewards": points} for points in (None, {}, [1], [[1]], [[1, 2, 3]], [[1, math.nan]], [[0, 0.5]])),
-    *({"rewards": points} for points in ([[2, 0.5], [1, 0.5]], [[1, 0.5], [1, 0.5]], [["1", 0.5]], [[1, "x"]], "ab")),
     *({"notes": notes} for notes in (None, [], "x", {1: 2})),
 ]
 
@@ -214,7 +212,7 @@ BAD = [
 def test_a_damaged_state_is_refused_and_changes_nothing(tmp_path, bad):
     with Tracker(tmp_path, console=False) as tracker:
         run(tracker, 1, 3)
-        with pytest.raises(ConfigError, match=rf"has {'step' if bad == {'step': 1} else next(iter(bad))}="):
+        with pytest.raises(ConfigError, match=rf"has {next(iter(bad))}="):
             tracker.load_state(GOOD | bad)
     assert steps(tmp_path) == [1, 2, 3]
 
