@@ -250,9 +250,9 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return out
 
 
-def seconds(intervals: Iterable[Interval]) -> float:
-    """Length of the union."""
-    return sum(end - start for start, end in merged(intervals))
+def covered(intervals: Iterable[Interval], window: Interval) -> float:
+    """Seconds of `window` in which at least one interval lies."""
+    return sum(end - start for start, end in merged(clipped(one, window) for one in intervals))
 
 
 def overlapping(sets: Iterable[Iterable[Interval]]) -> float:
@@ -273,8 +273,8 @@ def shares(activities: Iterable[Activity], window: Interval) -> dict[str, tuple[
         by_device.setdefault(one.device, []).append(one)
     out = {}
     for device, own in by_device.items():
-        busy = seconds(clipped((one.ready, one.end), window) for one in own)
-        out[device] = busy, max(seconds(clipped((one.start, one.end), window) for one in own) - busy, 0.0)
+        busy = covered(((one.ready, one.end) for one in own), window)
+        out[device] = busy, max(covered(((one.start, one.end) for one in own), window) - busy, 0.0)
     return out
 
 

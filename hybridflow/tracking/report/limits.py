@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.tracking.report.event_summary import covered
+
 Record = Mapping[str, Any]
 Device = tuple[str, int]
 _SLOW, _SKEW = 1.25, 1.15  # a device's time over that of its peers: slow; different at all
@@ -67,10 +69,10 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
         last[call["seq"]] = max(last[call["seq"]], call["ready"])
     # a transfer begins when its last rank does: the others wait for it
     calls = [{**e, "ready": min(last[e["seq"]], e["end"])} if e["kind"] == "transfer" else e for e in calls]
-    waits = [e for e in events if e["kind"] == "wait" and e.get("step") in used]
-    restarts = [e for e in events if e["kind"] == "restart"]
+    waits = [(e["start"], e["end"]) for e in events if e["kind"] == "wait" and e.get("step") in used]
+    restarts = [(e["start"], e["end"]) for e in events if e["kind"] == "restart"]
     parts = _Parts(calls, [e for e in events if e["kind"] == "switch" and e.get("step") in used])
-    start, first = min(e["start"] for e in [*calls, *waits]), min(e["ready"] for e in calls)
+    start, first = min([*(e["start"] for e in calls), *(begin for begin, _ in waits)]), min(e["ready"] for e in calls)
     start = max([start, *(e["end"] for e in everything if e["step"] not in used and e["end"] <= first)])
     total = max(e["end"] for e in calls) - start
     found: dict[str, float] = defaultdict(float)
@@ -82,7 +84,7 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
         if call is not None:
             split = parts.of(call)
         else:
-            data, lost = _overlap(waits, before, after), _overlap(restarts, before, after)
+            data, lost = (covered(spans, (before, after)) for spans in (waits, restarts))
             split = [("data", data), ("driver", after - before - data - lost)]
             total -= lost
         for name, seconds in split:
@@ -110,18 +112,6 @@ def critical_path(calls: Sequence[Record], start: float) -> Iterator[tuple[float
             yield call["end"], now, None
         now = min(now, call["ready"])
         yield now, call["end"], call
-
-
-def _overlap(spans: Iterable[Record], start: float, end: float) -> float:
-    """Seconds of [start, end] in which at least one span lies."""
-    inside = sorted(
-        (max(e["start"], start), min(e["end"], end)) for e in spans if e["start"] < end and e["end"] > start
-    )
-    total, until = 0.0, start
-    for a, b in inside:
-        total += max(0.0, b - max(a, until))
-        until = max(until, b)
-    return total
 
 
 def category(event: Record) -> str:

@@ -20,7 +20,7 @@ from hybridflow.cli import commands as cli
 from hybridflow.errors import ConfigError
 from hybridflow.tracking.report import page as pages
 from hybridflow.tracking.report.curves import curves, downsample, shown_samples
-from hybridflow.tracking.report.event_summary import Activity, EventSummary, merged, overlapping, seconds, shares
+from hybridflow.tracking.report.event_summary import Activity, EventSummary, covered, merged, overlapping, shares
 from hybridflow.tracking.report.limits import Limit
 from hybridflow.tracking.report.page import as_script, report_html, write_report
 from hybridflow.tracking.report.run_files import RunFiles
@@ -96,7 +96,7 @@ def test_unions_and_overlaps_equal_a_count_of_ticks(one, two, three):
     def ticks(intervals):
         return {at for start, end in intervals for at in range(start, end)}
 
-    assert seconds(one) == len(ticks(one))
+    assert covered(one, (10, 30)) == len(ticks(one) & {*range(10, 30)})
     assert all(a[1] < b[0] for a, b in zip(merged(one), merged(one)[1:]))
     count = Counter(at for intervals in (one, two, three) for at in ticks(intervals))
     assert overlapping([one, two, three]) == sum(times >= 2 for times in count.values())
