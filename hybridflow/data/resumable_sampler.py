@@ -1,15 +1,15 @@
-"""ResumableSampler: batches of shuffled rows by torchdata's StatefulDataLoader, resumable at any point."""
+"""ResumableSampler: batches of shuffled rows by torch's DataLoader, resumable at any point."""
 
 from __future__ import annotations
 
 import logging
 import os
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 from hybridflow.batch.batch import Batch
 from hybridflow.errors import ConfigError, PromptError, WorkerError
@@ -125,19 +125,15 @@ class ResumableSampler:
         self._drawn = drawn
 
     def _open(self, first: int) -> Iterator[Any]:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
         several = {"timeout": SECONDS, "multiprocessing_context": "fork"} if self.workers else {}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
-            loader: Any = StatefulDataLoader(
-                _Draws(),  # type: ignore[arg-type]  a dataset by what it can do
-                batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
-                collate_fn=self._read,
-                num_workers=self.workers,
-                generator=torch.Generator(),  # else it would draw from the caller's
-                **several,
-            )
+        loader = DataLoader(
+            _Draws(),  # type: ignore[arg-type]  a dataset by what it can do
+            batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
+            collate_fn=self._read,
+            num_workers=self.workers,
+            generator=torch.Generator(),  # else it would draw from the caller's
+            **several,
+        )
         if changed := self.workers > 0 and _THREADS not in os.environ:
             os.environ[_THREADS] = "false"
         try:

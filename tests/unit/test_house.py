@@ -53,7 +53,7 @@ HOMES = {
 }
 # Loading these takes seconds, so functions may import them late, and with them the backends that stand on them.
 HEAVY = {"ray", "vllm", "megatron", "torch", "transformers", "tokenizers", "huggingface_hub", "tensordict"}
-HEAVY |= {"pandas", "matplotlib", "rich", "datasets", "pyarrow", "torchdata", "math_verify", "peft", "aiohttp", "scipy"}
+HEAVY |= {"pandas", "matplotlib", "rich", "datasets", "pyarrow", "math_verify", "peft", "aiohttp", "scipy"}
 BACKENDS = ("hybridflow.engines.megatron", "hybridflow.engines.vllm", "hybridflow.engines.fsdp")
 # What may be named in annotations only (under TYPE_CHECKING) although it stands higher: a loss is written against it.
 TYPES_FROM_ABOVE = {("algorithms", "hybridflow.engines.contract")}
