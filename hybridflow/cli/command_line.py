@@ -174,17 +174,20 @@ def help_text(usage: str, *defaults: str, sections: Mapping[str, type] = SECTION
     """What `--help` prints: `usage`, all settings in `defaults` with the comments beside them, and the options of the
     classes of sections."""
     lines = [cleandoc(usage), "", "Settings: key=value, --key value, or config=FILE.yaml with any of them", ""]
-    found = dict[str, list[str]]()
+    found = dict[str, dict[str, None]]()
     for text in reversed(defaults):  # a driver's own first
         settings: Any = OmegaConf.to_container(OmegaConf.create(text))
         comments = _comments(text)
         for key, value in _leaves(settings):
             comment = comments.pop(key.partition(".")[0], "")
             lines.append(f"  {f'{key}={_shown(value)}':<38}  {comment}".rstrip())
-        for key in _sections_in(_tree(settings, "", sections), sections):
-            found.setdefault(key.rpartition(".")[2], []).append(key)
+        for key, _ in _leaves(_tree(settings, "", sections)):
+            *outer, _ = key.split(".")
+            for depth, name in enumerate(outer, 1):
+                if name in sections:
+                    found.setdefault(name, {})[".".join(outer[:depth])] = None
     for name, keys in found.items():
-        lines += ["", f"{', '.join(dict.fromkeys(keys))}: options of hf.{sections[name].__name__}", ""]
+        lines += ["", f"{', '.join(keys)}: options of hf.{sections[name].__name__}", ""]
         for field in fields(sections[name]):
             default = "(needed)" if field.default is MISSING else _shown(field.default)
             lines.append(f"  {field.name}={'(below)' if field.name in sections else default}")
@@ -209,14 +212,6 @@ def _comments(text: str) -> dict[str, str]:
 def _leaves(known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in known.items():
         yield from _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else ((f"{prefix}{name}", value),)
-
-
-def _sections_in(known: Mapping[str, Any], sections: Mapping[str, type], prefix: str = "") -> Iterator[str]:
-    for name, value in known.items():
-        if name in sections:
-            yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _sections_in(value, sections, f"{prefix}{name}.")
 
 
 def _shown(value: Any) -> str:
