@@ -107,7 +107,7 @@ def _add_commands(commands: Any) -> None:
     add("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
 
     meaning = "run one recorded batch through preparation and update again, without generation"
-    more = "Runs a run's program again; its arguments stand after the options. See docs/tracking.md."
+    more = "Runs a run's program again. Arguments after the options follow the program's, such as actor.optim.lr=0."
     add = command(_replay, "", meaning, more)
     add("directory", metavar="RUN", help="recorded with hf.Checkpoints(..., batches=True)")
     add("--step", type=int, required=True, help="the iteration; its metrics go to RUN/replay-STEP")
