@@ -28,6 +28,10 @@ _SOURCE_BITS = 32
 """Numbers of the rows of one loader."""
 
 
+Chunks = Sequence[int] | None
+"""Row counts of mini-batches, in order."""
+
+
 class Batch:
     """B rows of named columns: tensors or numpy arrays [B, ...], `Ragged`, or lists with one entry per row.
 
@@ -48,12 +52,8 @@ class Batch:
         made, shared = kinds.checked(columns)
         self._set(made, len(next(iter(made.values()), ())), shared, chunk_rows)
 
-    def _set(
-        self, made: Mapping[str, Column], rows: int, shared: Iterable[str], chunk_rows: Sequence[int] | None
-    ) -> None:
-        self._columns = {
-            name: kinds.Objects(column) if type(column) is list else column for name, column in made.items()
-        }
+    def _set(self, made: Mapping[str, Column], rows: int, shared: Iterable[str], chunk_rows: Chunks) -> None:
+        self._columns = {name: kinds.Objects(one) if type(one) is list else one for name, one in made.items()}
         self._rows, self._shared, self.chunk_rows = rows, set(shared), None
         if chunk_rows is not None:
             self.chunk_rows = tuple(int(count) for count in chunk_rows)
@@ -61,13 +61,7 @@ class Batch:
                 raise BatchError(f"chunk_rows={self.chunk_rows} has {sum(self.chunk_rows)} rows, the batch has {rows}.")
 
     @classmethod
-    def _of(
-        cls,
-        made: Mapping[str, Column],
-        rows: int,
-        shared: Iterable[str] = (),
-        chunk_rows: Sequence[int] | None = None,
-    ) -> Batch:
+    def _of(cls, made: Mapping[str, Column], rows: int, shared: Iterable[str] = (), chunk_rows: Chunks = None) -> Batch:
         """A batch of checked columns; it has rows also when it has no columns."""
         batch = cls.__new__(cls)
         batch._set(made, rows, shared, chunk_rows)
@@ -125,7 +119,7 @@ class Batch:
         return self._with({name: self.peek(name) for name in kinds.names_of(names)})
 
     def without(self, *names: str | Iterable[str]) -> Batch:
-        """All columns but these."""
+        """All other columns."""
         dropped = {name: self.peek(name) for name in kinds.names_of(names)}
         return self._with({name: column for name, column in self._columns.items() if name not in dropped})
 
@@ -136,7 +130,7 @@ class Batch:
         return Batch._of(made, self._rows, {new[old] for old in self._shared}, self.chunk_rows)
 
     def with_columns(self, **new: Any) -> Batch:
-        """These columns added, or put in the place of those with the same name."""
+        """With these columns, which replace columns of the same name."""
         if not self.columns and not self._rows:
             return Batch(new)
         made, shared = kinds.checked(new, self._rows)
@@ -149,9 +143,8 @@ class Batch:
         """
         other = other if isinstance(other, Batch) else Batch(other)
         if self._rows != other._rows:
-            raise BatchError(
-                f"cannot unite a batch of {self._rows} rows with one of {other._rows}: give the same rows."
-            )
+            found = f"a batch of {self._rows} rows with one of {other._rows}"
+            raise BatchError(f"cannot unite {found}: give the same rows.")
         if "row_id" in self and "row_id" in other and not kinds.same(self.peek("row_id"), other.peek("row_id")):
             raise BatchError(
                 "cannot unite two batches whose row_id differ: their rows are different or in another order. "
@@ -171,7 +164,11 @@ class Batch:
         `balance` is the weight of each row, [B], or a column: its values, or the lengths of a ragged one.
         `groups=True` keeps the rows of one `group_id` together. `chunk_rows` of each part says its mini-batches.
         """
-        weights = self._row_weights(balance) if isinstance(balance, str) else balance
+        weights: Any = self.peek(balance) if isinstance(balance, str) else balance
+        if isinstance(weights, list):
+            asked = f"split(balance={balance!r})"
+            raise BatchError(f"{asked}: a column of Python objects has no weights. Name a ragged one.")
+        weights = weights.offsets.diff() if isinstance(weights, Ragged) else weights
         ids = self.peek("group_id") if groups else None
         assignment = RowPlan(self._rows, parts, chunks).assign(weights, ids)  # type: ignore[arg-type]
         return [self._take(torch.cat(part), [len(rows) for rows in part]) for part in assignment]
@@ -329,13 +326,6 @@ class Batch:
             return self._slice(start, start + len(index), chunk_rows)
         made = {name: kinds.take(column, index) for name, column in self._columns.items()}
         return Batch._of(made, len(index), (), chunk_rows)
-
-    def _row_weights(self, name: str) -> Tensor:
-        """[B]: the values of a dense column, the lengths of a ragged one."""
-        column = self.peek(name)
-        if isinstance(column, list):
-            raise BatchError(f"split(balance={name!r}): a column of Python objects has no weights. Name a ragged one.")
-        return column.offsets.diff() if isinstance(column, Ragged) else column
 
 
 def _memory(column: Column) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import markup
-from hybridflow.batch.ragged import Ragged, value_text
+from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, MissingColumnError, nearest
 
 Column = Tensor | Ragged | list[Any]
@@ -30,8 +30,8 @@ class Objects(list):
     """A list whose entries stay Python objects even if all of them are numbers."""
 
     def _repr_html_(self) -> str:
-        rows = [(str(row), markup.shown(value)) for row, value in enumerate(self[:_ROWS])]
-        return markup.table(f"{len(self)} objects", ("row", "value"), rows, markup.more(len(self), _ROWS))
+        title, heading = f"{len(self)} objects", ("row", "value")
+        return markup.first_rows(title, heading, len(self), lambda row: (str(row), markup.shown(self[row])))
 
 
 def as_column(name: str, value: Any) -> tuple[Column, bool]:
@@ -260,9 +260,6 @@ def _to_numpy(tensor: Tensor) -> tuple[str, np.ndarray]:
     return name, (own if hasattr(np, name) else own.view(_BITS[own.itemsize])).numpy()
 
 
-_ROWS = 6  # of a table
-
-
 def columns_from_dicts(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     """One column per key. Errors: BatchError when a record lacks a key or has one more than the first."""
     names = list(records[0]) if records else []
@@ -295,8 +292,7 @@ def summary(columns: Mapping[str, Column], rows: int, chunk_rows: tuple[int, ...
 def table(title: str, columns: Mapping[str, Column], rows: int) -> str:
     """HTML of the first rows."""
     heading = [f"{name}\n{kind(column)}" for name, column in columns.items()]
-    body = [[cell(column, row) for column in columns.values()] for row in range(min(rows, _ROWS))]
-    return markup.table(title, heading, body, markup.more(rows, _ROWS))
+    return markup.first_rows(title, heading, rows, lambda row: [cell(column, row) for column in columns.values()])
 
 
 def extent(column: Column) -> str:
@@ -315,4 +311,4 @@ def cell(column: Column, row: int) -> str:
     if isinstance(column, list):
         return markup.shown(column[row])
     value = column.row(row) if isinstance(column, Ragged) else column[row]
-    return markup.shown(value.item()) if value.ndim == 0 else value_text(value)
+    return markup.shown(value.item()) if value.ndim == 0 else markup.numbers(value)

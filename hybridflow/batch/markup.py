@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import html
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_LETTERS, _NUMBERS = 48, 6
+_LETTERS, _NUMBERS, _ROWS = 48, 6, 6
 _LEFT = ' style="text-align:left"'
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, _LETTERS, _LETTERS, _LETTERS
+
+
+def first_rows(title: str, heading: Sequence[str], length: int, row: Callable[[int], Sequence[str]]) -> str:
+    """A table of the first of `length` rows, whose cells are `row(number)`."""
+    note = f"{length - _ROWS} more rows" if length > _ROWS else ""
+    return table(title, heading, map(row, range(min(length, _ROWS))), note)
 
 
 def table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
@@ -39,12 +45,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LETTERS else text[: _LETTERS - 3] + "..."
 
 
-def numbers(values: Sequence[Any], length: int) -> str:
-    """The first of `length` numbers, in brackets."""
-    first = [shown(value) for value in values[:_NUMBERS]]
-    return f"[{', '.join(first)}{', ...' if length > _NUMBERS else ''}]"
-
-
-def more(rows: int, shown_rows: int) -> str:
-    """The note below the first rows of a table."""
-    return f"{rows - shown_rows} more rows" if rows > shown_rows else ""
+def numbers(values: Any) -> str:
+    """The first numbers of a tensor, in brackets."""
+    first = [shown(value) for value in values.detach().flatten()[:_NUMBERS].tolist()]
+    return f"[{', '.join(first)}{', ...' if values.numel() > _NUMBERS else ''}]"

@@ -15,8 +15,6 @@ from hybridflow.batch import markup
 from hybridflow.batch.pinned import to_device
 from hybridflow.errors import BatchError
 
-_SHOWN = 6  # rows of a table
-
 
 class Ragged:
     """B rows of lengths `lengths`: `values` [N, *F] any dtype, `offsets` [B+1] int64 on the CPU, offsets[0] == 0.
@@ -158,11 +156,8 @@ class Ragged:
 
     def equal(self, other: Ragged) -> bool:
         """Same rows, dtype and values."""
-        return (
-            self.dtype == other.dtype
-            and torch.equal(self.offsets, other.offsets)
-            and torch.equal(self.values, other.values)
-        )
+        alike = self.dtype == other.dtype and torch.equal(self.offsets, other.offsets)
+        return alike and torch.equal(self.values, other.values)
 
     def __repr__(self) -> str:
         lengths = self.offsets.diff()
@@ -170,13 +165,10 @@ class Ragged:
         return f"Ragged({len(self)} rows, lengths {span}, {str(self.dtype).removeprefix('torch.')})"
 
     def _repr_html_(self) -> str:
-        rows = [(str(i), str(int(n)), value_text(self.row(i))) for i, n in enumerate(self.offsets.diff()[:_SHOWN])]
-        return markup.table(repr(self), ("row", "length", "values"), rows, markup.more(len(self), _SHOWN))
+        def cells(i: int) -> tuple[str, ...]:
+            return str(i), str(len(self.row(i))), markup.numbers(self.row(i))
 
-
-def value_text(value: Tensor) -> str:
-    """The first numbers of a row."""
-    return markup.numbers(value.detach().flatten()[:16].tolist(), value.numel())
+        return markup.first_rows(repr(self), ("row", "length", "values"), len(self), cells)
 
 
 def spans(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -64,14 +64,22 @@ class RowPlan:
         out: Assignment = [[] for _ in range(self.parts)]
         for first, last in itertools.pairwise(even_bounds(len(starts) - 1, self.chunks)):  # units of one chunk
             for part, units in enumerate(self._split_chunk(starts[first : last + 1], loads, first)):
-                out[part].append(_expand(starts, units + first))
+                at = units + first
+                if len(starts) <= self.rows:  # some unit is a group of rows
+                    spans = zip(starts[at].tolist(), starts[at + 1].tolist(), strict=True)
+                    at = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(a, b) for a, b in spans)])
+                out[part].append(at)
         return out
 
     def _split_chunk(self, starts: Tensor, loads: Tensor | None, first: int) -> list[Tensor]:
         """[part] -> units of one chunk (0 is its first), ascending; `starts` [units + 1] their first rows."""
         units = len(starts) - 1
         even = [int(starts[0]) + bound for bound in even_bounds(int(starts[-1] - starts[0]), self.parts)]
-        bounds = torch.tensor(_snap(even, starts))
+        # the start of a unit nearest to each bound; a tie goes to the earlier one
+        wanted = torch.tensor(even)
+        right = torch.searchsorted(starts, wanted).clamp(max=units)
+        left = (right - 1).clamp(min=0)
+        bounds = torch.where(wanted - starts[left] <= starts[right] - wanted, left, right)
         contiguous = [torch.arange(a, b) for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
         if loads is None or self.parts == 1 or units < 2:
             return contiguous
@@ -151,21 +159,6 @@ def inverse(order: Tensor) -> Tensor:
 def _sizes(rows: int, parts: int) -> list[int]:
     bounds = even_bounds(rows, parts)
     return [stop - start for start, stop in itertools.pairwise(bounds)]
-
-
-def _snap(bounds: Sequence[int], starts: Tensor) -> list[int]:
-    """Index of the entry of `starts` (ascending) nearest to each bound; a tie goes to the earlier one."""
-    at = torch.tensor(bounds)
-    right = torch.searchsorted(starts, at).clamp(max=len(starts) - 1)
-    left = (right - 1).clamp(min=0)
-    return torch.where(at - starts[left] <= starts[right] - at, left, right).tolist()
-
-
-def _expand(starts: Tensor, units: Tensor) -> Tensor:
-    if len(starts) == int(starts[-1]) + 1:  # every unit is one row
-        return units
-    from_to = zip(starts[units].tolist(), starts[units + 1].tolist(), strict=True)
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(a, b) for a, b in from_to)])
 
 
 def _heaviest(loads: Tensor, split: Sequence[Tensor]) -> float:

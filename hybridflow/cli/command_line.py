@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from difflib import SequenceMatcher
 from inspect import cleandoc
 from pathlib import Path
@@ -43,13 +43,13 @@ def read_settings(*defaults: str, arguments: Sequence[str] = (), sections: Mappi
     a YAML tag, which could name an object. The options of a section as a whole are checked by `check_sections`.
     """
     settings: Any = OmegaConf.merge(*map(OmegaConf.create, defaults))
-    known = _tree(_plain(settings), "", sections)
+    known = _tree(OmegaConf.to_container(settings), "", sections)
     comments = {name: about for text in defaults for name, about in _comments(text).items()}
     keys = {key: comments.get(key, "") for key, _ in _leaves(known)}
     for key, value in _pairs(arguments):
         change = _read_file(value) if key == "config" else _read_value(key, value)
         try:
-            _check(_plain(change), known, "", keys)
+            _check(OmegaConf.to_container(change), known, "", keys)
             settings = OmegaConf.merge(settings, change)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {str(error).splitlines()[0]}.") from None
@@ -115,7 +115,8 @@ def _refuse_tags(text: str, where: str) -> None:
 
 
 def _check(change: Any, known: Mapping[str, Any], prefix: str, keys: Mapping[str, str]) -> None:
-    """Errors: ConfigError for a key of `change` that `known`, the settings below `prefix`, does not have."""
+    """Errors: ConfigError for a key of `change` that `known`, the settings below `prefix`, does not have, and at the
+    top for a value of another type than that of a default that is a number or a switch."""
     for name, value in change.items():
         key = f"{prefix}{name}"
         if name not in known:
@@ -126,17 +127,10 @@ def _check(change: Any, known: Mapping[str, Any], prefix: str, keys: Mapping[str
             if not isinstance(value, dict):
                 raise ConfigError(f"{key}={value} replaces the settings {', '.join(default)}: name one.")
             _check(value, default, f"{key}.", keys)
-        elif not prefix and not (isinstance(value, str) and "${" in value):
-            _check_kind(key, default, value)
-
-
-def _check_kind(key: str, default: Any, value: Any) -> None:
-    """Errors: ConfigError for a value of another type than that of a default that is a number or a switch."""
-    kind = type(default)
-    if kind not in (int, float, bool) or value is None or type(value) is kind or (kind, type(value)) == (float, int):
-        return
-    asked = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-    raise ConfigError(f"{key}={value}: give {asked}, such as {str(default).lower()}.")
+        elif not prefix and value is not None and not (isinstance(value, str) and "${" in value):
+            asked = {int: "a whole number", float: "a number", bool: "true or false"}.get(type(default))
+            if asked and type(value) is not type(default) and (type(default), type(value)) != (float, int):
+                raise ConfigError(f"{key}={value}: give {asked}, such as {str(default).lower()}.")
 
 
 def _tree(value: Any, name: str, sections: Mapping[str, type]) -> Any:
@@ -147,10 +141,6 @@ def _tree(value: Any, name: str, sections: Mapping[str, type]) -> Any:
     found = {field.name: None if field.default is MISSING else field.default for field in options}
     found |= value if isinstance(value, dict) else {}
     return {key: _tree(one, key, sections) for key, one in found.items()}
-
-
-def _plain(settings: Any) -> Any:
-    return OmegaConf.to_container(settings, resolve=False)
 
 
 def _nearest(key: str, keys: Mapping[str, str], beside: Mapping[str, Any]) -> str:
@@ -184,17 +174,24 @@ def help_text(usage: str, *defaults: str, sections: Mapping[str, type] = SECTION
     """What `--help` prints: `usage`, all settings in `defaults` with the comments beside them, and the options of the
     classes of sections."""
     lines = [cleandoc(usage), "", "Settings: key=value, --key value, or config=FILE.yaml with any of them", ""]
-    found = dict[str, list[str]]()
+    found = dict[str, dict[str, None]]()
     for text in reversed(defaults):  # a driver's own first
-        settings, comments = _plain(OmegaConf.create(text)), _comments(text)
+        settings: Any = OmegaConf.to_container(OmegaConf.create(text))
+        comments = _comments(text)
         for key, value in _leaves(settings):
             comment = comments.pop(key.partition(".")[0], "")
             lines.append(f"  {f'{key}={_shown(value)}':<38}  {comment}".rstrip())
-        for key in _sections_in(_tree(settings, "", sections), sections):
-            found.setdefault(key.rpartition(".")[2], []).append(key)
+        for key, _ in _leaves(_tree(settings, "", sections)):
+            *outer, _ = key.split(".")
+            for depth, name in enumerate(outer, 1):
+                if name in sections:
+                    found.setdefault(name, {})[".".join(outer[:depth])] = None
     for name, keys in found.items():
-        lines += ["", f"{', '.join(dict.fromkeys(keys))}: options of hf.{sections[name].__name__}", ""]
-        lines += [f"  {field.name}={_default(field, sections)}" for field in fields(sections[name])] + [""]
+        lines += ["", f"{', '.join(keys)}: options of hf.{sections[name].__name__}", ""]
+        for field in fields(sections[name]):
+            default = "(needed)" if field.default is MISSING else _shown(field.default)
+            lines.append(f"  {field.name}={'(below)' if field.name in sections else default}")
+        lines.append("")
         documented = [base for base in reversed(sections[name].__mro__) if base is not object]
         lines += [f"  {line}".rstrip() for base in documented for line in cleandoc(base.__doc__ or "").splitlines()]
     return "\n".join(lines) + "\n"
@@ -215,20 +212,6 @@ def _comments(text: str) -> dict[str, str]:
 def _leaves(known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in known.items():
         yield from _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else ((f"{prefix}{name}", value),)
-
-
-def _sections_in(known: Mapping[str, Any], sections: Mapping[str, type], prefix: str = "") -> Iterator[str]:
-    for name, value in known.items():
-        if name in sections:
-            yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _sections_in(value, sections, f"{prefix}{name}.")
-
-
-def _default(field: Field[Any], sections: Mapping[str, type]) -> str:
-    if field.name in sections:
-        return "(below)"
-    return "(needed)" if field.default is MISSING else _shown(field.default)
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status. A user's mistake prints one line. Arguments after `--` are the driver's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
-    parser = _parser()
+    parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning as one driver script.")
+    _add_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
     given, rest = parser.parse_known_args(words[:end])
     if unknown := [name for name in rest if name.startswith("-")]:
         parser.error(f"unknown option {unknown[0]}; options of the driver itself go behind --")
     try:
-        return given.run(given, [*rest, *words[end + 1 :]]) or 0
+        rest += words[end + 1 :]
+        if rest and given.takes:
+            raise ConfigError(f"{given.takes}, got {rest[0]!r} as well.")
+        return given.run(given, rest) or 0
     except (HybridFlowError, OSError) as error:
         if given.run is _run:  # a driver's, which has said what a user can do about it
             raise
@@ -44,25 +49,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning as one driver script.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_run(commands)
-    _add_profile(commands)
-    _add_export(commands)
-    _add_doctor(commands)
-    _add_timeline(commands)
-    _add_report(commands)
-    _add_replay(commands)
-    plan = commands.add_parser(
-        "plan",
-        help="find the best placement of a driver's groups on a cluster, without one",
-        description="Traces a driver, searches the best placement of its groups, and explains it. Nothing is started.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _command(commands: Any, run: Callable[..., int | None], takes: str, meaning: str, more: str, **how: Any) -> Any:
+    """Adds a command, named after `run`; returns what adds its arguments. `takes`: the error for surplus arguments."""
+    parser = commands.add_parser(run.__name__[1:], help=meaning, description=more, **how)
+    parser.set_defaults(run=run, takes=takes)
+    return parser.add_argument
+
+
+def _add_commands(commands: Any) -> None:
+    command = partial(_command, commands)
+    meaning = "run a driver: settings are tried before anything starts, and the start is shown"
+    more = "Runs a driver's main(arguments), or the file. `hybridflow run DRIVER.py --help` is the driver's."
+    add = command(_run, "", meaning, more)
+    add("--no-check", action="store_true", help="leave out the first iteration without processes")
+    add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
+    add("settings", nargs=argparse.REMAINDER, help="arguments of the driver")
+
+    meaning = "measure what a model's layers take on the devices at hand, for `plan --profile`"
+    more = "Builds a few layers of a model on 1, 2, 4, ... devices and times them. No weights are read."
+    add = command(_profile, "profile takes one model", meaning, more)
+    add("model", help="a directory with a config.json, such a file, or a name of the hub")
+    add("--devices", type=int, help="of one node (default: all accelerators, or one for each processor core)")
+    add("--save", metavar="FILE", default="profile.yaml", help="where the profile goes (default: profile.yaml)")
+    add("--length", type=int, default=128, metavar="TOKENS", help="of a row, prompt and response (default: 128)")
+    add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
+    add("--rows", type=int, default=128, help="of the largest decode step (default: 128)")
+    add("--repeats", type=int, default=5, help="of which each value is the median (default: 5)")
+
+    meaning = "turn a run's checkpoint into a Hugging Face directory, without a cluster"
+    more = "Writes the model of one group as `save` of the group did at that step. Nothing is started."
+    add = command(_export, "export takes a checkpoint and a directory", meaning, more)
+    add("checkpoint", help="such as runs/first/checkpoints/step-00000020; of a directory of them or a run the newest")
+    add("directory", help="of the model; one that is there is replaced")
+    add("--group", default="actor", help="the worker group (default: actor)")
+    add("--dtype", help="float32, bfloat16 or float16 (default: that of the files that the model came from)")
+
+    meaning = "check that this machine can run hybridflow, and say what to do where it cannot"
+    more = (
+        "Checks versions, devices, memory, /dev/shm and RAY_ADDRESS, and trains a tiny model. With MODEL_DIR it says "
+        "instead what was understood of a model's directory, and what would be refused."
     )
-    plan.set_defaults(run=_plan)
-    add = plan.add_argument
+    add = command(_doctor, "doctor takes one directory", meaning, more)
+    add("model", nargs="?", metavar="MODEL_DIR", help="a Hugging Face directory")
+    add("--no-run", action="store_true", help="leave out the tiny model, which takes most of the time")
+
+    meaning = "a run's calls on every device over time, for ui.perfetto.dev"
+    more = "Writes the events of a run as a Chrome trace, and says what limits its iterations."
+    add = command(_timeline, "timeline takes one run", meaning, more)
+    add("directory", metavar="RUN", help="of hf.Tracker, such as runs/first")
+    add("--output", metavar="FILE", help="the trace (default: RUN/timeline.json)")
+
+    meaning = "one HTML page of a run: curves, timeline, limits, memory, samples; or of two runs compared"
+    more = "Writes one self-contained HTML file from the files of a run. Nothing is started."
+    add = command(_report, "report takes one run or two", meaning, more)
+    add("directory", help="of the run, such as runs/first")
+    add("other", nargs="?", help="a second run, to compare")
+    add("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
+
+    meaning = "run one recorded batch through preparation and update again, without generation"
+    more = "Runs a run's program again. Arguments after the options follow the program's, such as actor.optim.lr=0."
+    add = command(_replay, "", meaning, more)
+    add("directory", metavar="RUN", help="recorded with hf.Checkpoints(..., batches=True)")
+    add("--step", type=int, required=True, help="the iteration; its metrics go to RUN/replay-STEP")
+    add("--driver", metavar="FILE", help="a program in place of the run's, such as one with a new loss")
+
+    _add_plan(commands)
+
+
+def _add_plan(commands: Any) -> None:
+    meaning = "find the best placement of a driver's groups on a cluster, without one"
+    more = "Traces a driver, searches the best placement of its groups, and explains it. Nothing is started."
+    how = {"epilog": _EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    add = _command(commands, _plan, "", meaning, more, **how)
     add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
     add("settings", nargs="*", help="arguments of the driver; ROLE.model=MODEL plans with another model of that group")
     add("--cluster", required=True, help='what it is planned for: "a100:16x8", "a100:16x8,h100:2x4", "here"')
@@ -91,19 +149,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--chart", metavar="FILE", help="devices over time as PNG")
     add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
     add("--quiet", action="store_true", help="the table only, no explanation")
-    return parser
-
-
-def _add_run(commands: Any) -> None:
-    run = commands.add_parser(
-        "run",
-        help="run a driver: settings are tried before anything starts, and the start is shown",
-        description="Runs a driver's main(arguments), or the file. `hybridflow run DRIVER.py --help` is the driver's.",
-    )
-    run.set_defaults(run=_run)
-    run.add_argument("--no-check", action="store_true", help="leave out the first iteration without processes")
-    run.add_argument("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
-    run.add_argument("settings", nargs=argparse.REMAINDER, help="arguments of the driver")
 
 
 def _run(given: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -112,72 +157,19 @@ def _run(given: argparse.Namespace, rest: Sequence[str]) -> None:
     run_file(given.driver, [*given.settings, *rest], check=not given.no_check)
 
 
-def _add_profile(commands: Any) -> None:
-    profile = commands.add_parser(
-        "profile",
-        help="measure what a model's layers take on the devices at hand, for `plan --profile`",
-        description="Builds a few layers of a model on 1, 2, 4, ... devices and times them. No weights are read.",
-    )
-    profile.set_defaults(run=_profile)
-    add = profile.add_argument
-    add("model", help="a directory with a config.json, such a file, or a name of the hub")
-    add("--devices", type=int, help="of one node (default: all accelerators, or one for each processor core)")
-    add("--save", metavar="FILE", default="profile.yaml", help="where the profile goes (default: profile.yaml)")
-    add("--length", type=int, default=128, metavar="TOKENS", help="of a row, prompt and response (default: 128)")
-    add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
-    add("--rows", type=int, default=128, help="of the largest decode step (default: 128)")
-    add("--repeats", type=int, default=5, help="of which each figure is the median (default: 5)")
-
-
-def _add_export(commands: Any) -> None:
-    export = commands.add_parser(
-        "export",
-        help="turn a run's checkpoint into a Hugging Face directory, without a cluster",
-        description="Writes the model of one group as `save` of the group did at that step. Nothing is started.",
-    )
-    export.set_defaults(run=_export)
-    add = export.add_argument
-    add("checkpoint", help="such as runs/first/checkpoints/step-00000020; of a directory of them or a run the newest")
-    add("directory", help="of the model; one that is there is replaced")
-    add("--group", default="actor", help="the worker group (default: actor)")
-    add("--dtype", help="float32, bfloat16 or float16 (default: that of the files that the model came from)")
-
-
-def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="check that this machine can run hybridflow, and say what to do where it cannot",
-        description="Checks versions, devices, memory, /dev/shm and RAY_ADDRESS, and trains a tiny model. With "
-        "MODEL_DIR it says instead what was understood of a model's directory, and what would be refused.",
-    )
-    doctor.add_argument("model", nargs="?", metavar="MODEL_DIR", help="a Hugging Face directory")
-    doctor.set_defaults(run=_doctor)
-    doctor.add_argument("--no-run", action="store_true", help="leave out the tiny model, which takes most of the time")
-
-
 def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    from hybridflow.cli.doctor import report
+    from hybridflow.cli.doctor import examine
 
-    if rest:
-        raise ConfigError(f"doctor takes one directory, got {rest[0]!r}.")
     if given.model is not None:
-        from hybridflow.cli.model_report import report_model
+        from hybridflow.cli.model_report import examine_model
 
-        return min(1, report_model(Path(given.model), lambda line: print(line, flush=True)))
-    if wrong := report(lambda line: print(line, flush=True), run=not given.no_run):
+    wrong = 0
+    for finding in examine(not given.no_run) if given.model is None else examine_model(Path(given.model)):
+        print(finding, flush=True)
+        wrong += bool(finding.cure)
+    if wrong and given.model is None:
         raise ConfigError(f"{wrong} of the checks failed: the lines above say what to do.")
-    return 0
-
-
-def _add_timeline(commands: Any) -> None:
-    timeline = commands.add_parser(
-        "timeline",
-        help="a run's calls on every device over time, for ui.perfetto.dev",
-        description="Writes the events of a run as a Chrome trace, and says what limits its iterations.",
-    )
-    timeline.set_defaults(run=_timeline)
-    timeline.add_argument("directory", metavar="RUN", help="of hf.Tracker, such as runs/first")
-    timeline.add_argument("--output", metavar="FILE", help="the trace (default: RUN/timeline.json)")
+    return min(1, wrong)
 
 
 def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -185,42 +177,16 @@ def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.tracking.report.limits import find_limits
     from hybridflow.tracking.report.record import read_events
 
-    if rest:
-        raise ConfigError(f"timeline takes one run, got {rest[0]!r} as well.")
     _check_target(given.output)
     print(f"written to {write_timeline(given.directory, given.output)}; open it in ui.perfetto.dev")
     for limit in find_limits(read_events(given.directory))[:3]:
         print(f"{limit.share:4.0%}  {limit.seconds:.3g} s per iteration  {limit.name}: {limit.advice}")
 
 
-def _add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="one HTML page of a run: curves, timeline, limits, memory, samples; or of two runs compared",
-        description="Writes one self-contained HTML file from the files of a run. Nothing is started.",
-    )
-    report.set_defaults(run=_report)
-    report.add_argument("directory", help="of the run, such as runs/first")
-    report.add_argument("other", nargs="?", help="a second run, to compare")
-    report.add_argument("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
-
-
 def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.tracking.report.page import write_report
 
-    if rest:
-        raise ConfigError(f"report takes one run or two, got {rest[0]!r} as well.")
     print(f"written to {write_report(given.directory, given.other, given.output)}")
-
-
-def _add_replay(commands: Any) -> None:
-    what = "run one recorded batch through preparation and update again, without generation"
-    more = "Arguments after the options follow the program's, such as actor.optim.lr=0. See docs/tracking.md."
-    replay = commands.add_parser("replay", help=what, description=f"Runs a run's program again. {more}")
-    replay.set_defaults(run=_replay)
-    replay.add_argument("directory", metavar="RUN", help="recorded with hf.Checkpoints(..., batches=True)")
-    replay.add_argument("--step", type=int, required=True, help="the iteration; its metrics go to RUN/replay-STEP")
-    replay.add_argument("--driver", metavar="FILE", help="a program in place of the run's, such as one with a new loss")
 
 
 def _replay(given: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -233,8 +199,6 @@ def _replay(given: argparse.Namespace, rest: Sequence[str]) -> None:
 def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.engines.checkpoint.export import export
 
-    if rest:
-        raise ConfigError(f"export takes a checkpoint and a directory, got {rest[0]!r} as well.")
     print(f"written to {export(given.checkpoint, given.directory, group=given.group, dtype=given.dtype)}")
 
 
@@ -244,8 +208,6 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.models.spec import ModelSpec
     from hybridflow.tracing.trace import configuration
 
-    if rest:
-        raise ConfigError(f"profile takes one model, got {rest[0]!r} as well.")
     _check_target(given.save)
     ModelSpec.from_hf_config(configuration(given.model))  # refuse anything but a model before a process starts
     start = time.perf_counter()
@@ -253,17 +215,13 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     session = running or Session.open()
     try:
         how = {name: getattr(given, name) for name in ("length", "tokens", "rows", "repeats")}
-        found = profile(given.model, _devices(session) if given.devices is None else given.devices, **how)
+        here = max(session.backend.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
+        found = profile(given.model, here if given.devices is None else given.devices, **how)
     finally:
         if running is None:
             session.shutdown()
     found.save(given.save)
     print(f"{found}\n\nmeasured in {time.perf_counter() - start:.0f} s, written to {given.save}")
-
-
-def _devices(session: Any) -> int:
-    """Accelerators of one node of the session, or cores of this machine."""
-    return max(session.backend.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
 
 
 def _check_target(path: str | None) -> None:
@@ -318,23 +276,25 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
 def _constraints(given: argparse.Namespace) -> list[Any]:
     from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 
+    def sides(option: str, mark: str) -> Iterator[tuple[str, str]]:
+        """Both sides of GROUP=VALUE, or of GROUP,GROUP."""
+        for text in getattr(given, option):
+            first, _, second = text.partition(mark)
+            if not first or not second or (mark == "," and mark in second):
+                asked = "write GROUP=VALUE" if mark == "=" else "name two groups, such as actor,critic"
+                raise ConfigError(f"--{option} {text}: {asked}.")
+            yield first, second
+
+    caps = list(sides("cap", "="))
+    if wrong := [value for _, value in caps if not value.isdigit()]:
+        raise ConfigError(f"--cap ...={wrong[0]}: give a whole number.")
     return [
-        *(Pin(group, **_pinned(value)) for group, value in _split("--pin", given.pin, "=")),
-        *(Cap(group, _whole(value)) for group, value in _split("--cap", given.cap, "=")),
-        *(Apart(*pair) for pair in _split("--apart", given.apart, ",")),
-        *(Together(*pair) for pair in _split("--together", given.together, ",")),
+        *(Pin(group, **_pinned(value)) for group, value in sides("pin", "=")),
+        *(Cap(group, int(value)) for group, value in caps),
+        *(Apart(*pair) for pair in sides("apart", ",")),
+        *(Together(*pair) for pair in sides("together", ",")),
         *map(OneLayout, given.whole),
     ]
-
-
-def _split(option: str, texts: Sequence[str], mark: str) -> Iterator[tuple[str, str]]:
-    """Both sides of GROUP=VALUE, or of GROUP,GROUP."""
-    for text in texts:
-        first, _, second = text.partition(mark)
-        if not first or not second or (mark == "," and mark in second):
-            asked = "write GROUP=VALUE" if mark == "=" else "name two groups, such as actor,critic"
-            raise ConfigError(f"{option} {text}: {asked}.")
-        yield first, second
 
 
 def _pinned(value: str) -> dict[str, Any]:
@@ -351,12 +311,6 @@ def _pinned(value: str) -> dict[str, Any]:
             raise ConfigError(f"--pin ...={value}: {part} counts down. Write the smaller device first.")
         devices += found
     return {"devices": tuple(devices)}
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise ConfigError(f"--cap ...={text}: give a whole number.")
-    return int(text)
 
 
 def _lengths(text: str) -> float | tuple[float, float]:

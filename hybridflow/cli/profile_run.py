@@ -192,8 +192,9 @@ class _Profiling:
         less, more, other = (_slowest(column) for column in zip(*ranks, strict=True))
         busy = _share(chain(*ranks), "busy update")
         self._add("update", t, [less["update"][0], more["update"][0]], d=d, busy=busy)
-        grown = _grown(other["update"][0], less["update"][0], more["update"][0])
-        self._add("update", t, [other["update"][0], grown], d=d, head="value", busy=busy)
+        at, one, two = (found["update"][0] for found in (other, less, more))
+        grown = (at[0] + two[0] - one[0], at[1] + max(0.0, two[1] - one[1]))  # as many more layers
+        self._add("update", t, [at, grown], d=d, head="value", busy=busy)
         if d > 1:
             return
         busy = _share(chain(*ranks), "busy")
@@ -267,11 +268,6 @@ def _seconds(found: Mapping[str, Points], kind: str, i: int) -> float:
     """Seconds of a forward pass, or of a backward pass: both passes minus the forward pass."""
     forward = found["forward"][i][1]
     return forward if kind == "forward" else max(_LEAST, found["both"][i][1] - forward)
-
-
-def _grown(at: tuple[float, float], few: tuple[float, float], many: tuple[float, float]) -> tuple[float, float]:
-    """Extrapolate `at` by the difference of `few` and `many`, for as many more layers."""
-    return at[0] + many[0] - few[0], at[1] + max(0.0, many[1] - few[1])
 
 
 def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:

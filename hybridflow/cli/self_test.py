@@ -23,17 +23,10 @@ _MOST = 0.1  # by which log-probabilities of vLLM and of training may differ
 def main() -> str:
     """What was seen. Errors: SystemExit when training and generation disagree about the model."""
     devices, difference = min(2, torch.cuda.device_count() or 2), 0.0
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
     )
+    model = LlamaForCausalLM(config)
     with tempfile.TemporaryDirectory(prefix="hybridflow-doctor-") as directory:
         model.save_pretrained(directory)
         init(address="local")

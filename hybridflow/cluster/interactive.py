@@ -99,11 +99,10 @@ def group_table(group: Any) -> str:
 
 def pool_table(pool: Any) -> str:
     """A `ResourcePool`: node and groups of each device."""
-    groups, rows = list(pool.session.groups.values()), []
+    ranks = [(group.name, one) for group in pool.session.groups.values() for one in group.all_ranks]
+    rows = []
     for device in pool.members:
-        host, here = pool.hosts[device], list[str]()
-        for group in groups:
-            if any(ranks.pool_name == pool.name and device in ranks.members for ranks in group.all_ranks):
-                here.append(group.name)
+        host = pool.hosts[device]
+        here = dict.fromkeys(name for name, one in ranks if one.pool_name == pool.name and device in one.members)
         rows.append((str(device), host.node_name or str(host.node), ", ".join(here) or "-"))
     return markup.table(repr(pool), ("device", "node", "groups"), rows)

@@ -57,15 +57,8 @@ class TextSource(ResumableSampler):
             self._rows: LMDataset | SFTDataset = LMDataset(records, text or "text", loaded, max_tokens)
         else:
             self._rows = SFTDataset(records, prompt, completion, loaded, max_tokens)
-        super().__init__(
-            self._rows,
-            batch_size=batch_size,
-            steps=None,
-            seed=seed,
-            shuffle=shuffle,
-            workers=workers,
-            identity={"texts": len(self._rows), "fingerprint": self._rows.fingerprint, "max_tokens": max_tokens},
-        )
+        identity = {"texts": len(self._rows), "fingerprint": self._rows.fingerprint, "max_tokens": max_tokens}
+        super().__init__(self._rows, identity, batch_size, None, seed, shuffle, workers)
 
     @property
     def filtered(self) -> int:
@@ -152,8 +145,8 @@ def _cut(text: str, number: int, count: int) -> str:
 
 
 class SFTDataset(_TextDataset):
-    """Prompts with completions: the response is the completion's tokens and the end token, after chat messages what the
-    chat template ends a turn with."""
+    """Prompts with completions: the response is the completion's tokens and the end token; after chat messages, the
+    tokens that end a turn in the chat template."""
 
     def __init__(self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._records, self._prompt, self._completion = records, prompt, completion

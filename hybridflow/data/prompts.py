@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.records import Record, open_records
+from hybridflow.data.records import Record, differing_column, open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
 from hybridflow.data.tokenizer import (
     MOST_CHARACTERS,
@@ -110,7 +111,9 @@ class Prompts:
             prompts = [self._prepared(place, raw)["prompt"] for place, raw in zip(places, chunk, strict=True)]
             at += len(chunk)
             if limit is None or self._tokenizer is None:
-                self._check_lengths(prompts, places)
+                for place, prompt in zip(places, prompts, strict=True):
+                    if (length := characters(prompt)) > MOST_CHARACTERS:
+                        raise too_long(f"{self.records.place(place)}: column {self.prompt!r}", length)
             else:
                 names = [self.records.place(place) for place in places]
                 lengths = self._tokenizer.lengths(prompts, names, self.prompt)
@@ -137,8 +140,8 @@ class Prompts:
             )
 
     def check_fit(self, tokens: int, tokenizer: Callable[[], Tokenizer], where: str) -> None:
-        """Only prompts that may be so long are tokenised. Errors: PromptError for those of more than `tokens` tokens,
-        the most that `where` takes."""
+        """Tokenises only prompts that may be too long. Errors: PromptError for prompts of more than `tokens` tokens,
+        the limit of `where`."""
         if not (may := (self._bounds > tokens).nonzero().flatten().tolist()):
             return
         known = self._tokenizer or tokenizer()
@@ -151,11 +154,6 @@ class Prompts:
                 f"max_prompt_tokens={tokens}) leaves them out; check_context=False does not look, where an agent cuts "
                 f"them."
             )
-
-    def _check_lengths(self, prompts: Sequence[Any], rows: Sequence[int]) -> None:
-        for row, prompt in zip(rows, prompts, strict=True):
-            if (length := characters(prompt)) > MOST_CHARACTERS:
-                raise too_long(f"{self.records.place(row)}: column {self.prompt!r}", length)
 
     def read(self, draws: list[Draw]) -> tuple[list[Record], list[list[int]] | None]:
         """Records and, with a tokenizer, their token ids. Errors: PromptError for a prompt without any token."""
@@ -182,11 +180,9 @@ class Prompts:
         if self._columns is None:
             self._columns = frozenset(record)
         if not self._uniform and record.keys() != self._columns:
-            differing = min(map(str, record.keys() ^ self._columns))
-            first, place = self.records.place(0), self.records.place(row)
-            has, other = ("a", "has none") if differing in record else ("no", "has one")
             raise PromptError(
-                f"{place} has {has} column {differing!r}, {first} {other}; every record needs the same columns."
+                f"{differing_column(self.records.place(row), record, self.records.place(0), self._columns)}; every "
+                f"record needs the same columns."
             )
         check_prompt(self.records.place(row), self.prompt, record[self.prompt])
         if self.prompt != "prompt":
@@ -212,7 +208,9 @@ class Prompts:
     def _check_columns(self, place: str, columns: Sequence[str]) -> None:
         if self.prompt not in columns:
             found = sorted(map(str, columns))
-            raise PromptError(f"{place} has no column {self.prompt!r}; it has {found}.{_meant(self.prompt, found)}")
+            text = nearest(self.prompt, found)  # the message lists all of them already
+            hint = text if "Did you mean" in text else " Name the one with the prompts by prompt=."
+            raise PromptError(f"{place} has no column {self.prompt!r}; it has {found}.{hint}")
         if self.prompt != "prompt" and "prompt" in columns:
             raise PromptError(
                 f"{place}: prompt={self.prompt!r} becomes the column 'prompt', and there is one already. Drop or "
@@ -264,30 +262,13 @@ class PromptSource(ResumableSampler):
         check_context: bool = True,
     ) -> None:
         check_sizes(batch_size=batch_size, in_flight=in_flight)
-        self.prompts = Prompts(
-            prompts,
-            prompt=prompt,
-            split=split,
-            name=name,
-            map=map,
-            tokenizer=None if tokenizer is None else as_tokenizer(tokenizer),
-            max_prompt_tokens=max_prompt_tokens,
+        known, most = None if tokenizer is None else as_tokenizer(tokenizer), max_prompt_tokens
+        self.prompts = found = Prompts(
+            prompts, prompt=prompt, split=split, name=name, map=map, tokenizer=known, max_prompt_tokens=most
         )
         self.in_flight, self.check_context = in_flight, check_context
-        super().__init__(
-            self.prompts,
-            batch_size=batch_size,
-            steps=steps,
-            seed=seed,
-            shuffle=shuffle,
-            workers=workers,
-            identity={
-                "prompts": len(self.prompts),
-                "fingerprint": self.prompts.fingerprint,
-                "columns": self.prompts.columns,
-            },
-            allow_changed=allow_changed,
-        )
+        identity = {"prompts": len(found), "fingerprint": found.fingerprint, "columns": found.columns}
+        super().__init__(found, identity, batch_size, steps, seed, shuffle, workers, allow_changed)
 
     @property
     def filtered(self) -> int:
@@ -313,7 +294,42 @@ def _shown(tokens: float | None) -> str:
     return f"of more than {MOST_CHARACTERS} characters" if tokens == math.inf else f"{tokens}"
 
 
-def _meant(name: str, known: Sequence[str]) -> str:
-    """A hint at the nearest column, for a message that already lists all."""
-    text = nearest(name, known)
-    return text if "Did you mean" in text else " Name the one with the prompts by prompt=."
+class DrawnPrompts:
+    """Prompts `first`, `first` + 1, ... of a loader, for loops with an order of their own; kept until `forget`.
+
+    `drawn` is the number of the next one; the `row_id` of a prompt is its number + `offset`.
+    """
+
+    def __init__(self, loader: PromptSource, first: int = 0) -> None:
+        self.loader, self.drawn, self.offset = loader, first, 0
+        self._batches = deque[tuple[int, Mapping[str, Any], Batch]]()  # first number, loader's state before, prompts
+
+    def draw(self, source: Iterator[Batch], count: int) -> None:
+        """Draw from the loader's iterator until `count` prompts have been drawn, or it ends."""
+        while self.drawn < count:
+            before = self.loader.state()
+            if (prompts := next(source, None)) is None:
+                return
+            self.offset = int(prompts["row_id"][0]) - self.drawn
+            self._batches.append((self.drawn, before, prompts))
+            self.drawn += prompts.rows
+
+    def rows(self, numbers: Sequence[int]) -> Batch:
+        """The prompts with these numbers, in their order."""
+        parts = []
+        for first, _, prompts in self._batches:
+            if places := [number - first for number in numbers if 0 <= number - first < prompts.rows]:
+                parts.append(prompts[places])
+        return Batch.concat(parts)
+
+    def forget(self, below: int) -> None:
+        """Prompts with smaller numbers are done with."""
+        while self._batches and self._batches[0][0] + self._batches[0][2].rows <= below:
+            self._batches.popleft()
+
+    def state(self, oldest: int) -> dict[str, Any]:
+        """The loader's state from which prompt `oldest` and all after it are drawn again, and its first number."""
+        for first, before, prompts in self._batches:
+            if first + prompts.rows > oldest:
+                return {"loader": dict(before), "first": first}
+        return {"loader": dict(self.loader.state()), "first": self.drawn}

@@ -85,7 +85,8 @@ def open_records(source: Any, *, split: str | None = None, name: str | None = No
                     f"{what} are a {type(source).__name__}: give a JSONL or Parquet file, a dataset, or a list of "
                     f"mappings."
                 )
-            records = _listed(f"the list of {what}", list(source), lambda row: f"record {row}")
+            rows = list(source)
+            records = Records(f"the list of {what}", len(rows), lambda a, b, _: rows[a:b], lambda row: f"record {row}")
     if len(records) == 0:
         raise PromptError(f"{records.where} has no {what}: give at least one record.")
     return records
@@ -104,7 +105,7 @@ def _at(source: str | os.PathLike[str], split: str | None, name: str | None, wha
         files = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
         if not files:
             raise PromptError(f"no file matches {text}.")
-        return _of_one_kind(text, files)
+        return read_files(text, files, alike=True)
     if isinstance(source, str) and _HUB_NAME.fullmatch(text) and path.suffix not in _FILE_SUFFIXES:
         return _of_dataset(_load(text, split, name, what), split, text)
     return read_files(text, [_existing(path, what)])
@@ -134,13 +135,7 @@ def _in_directory(path: Path, split: str | None, name: str | None, what: str) ->
             f"{path} is a directory without .parquet or .jsonl files. Give the files, or split= where the directory "
             f"is that of a Hugging Face dataset."
         )
-    return _of_one_kind(str(path), files)
-
-
-def _of_one_kind(where: str, files: list[Path]) -> Records:
-    if len(kinds := sorted({file.suffix for file in files})) > 1:
-        raise PromptError(f"{where} has files of several kinds ({', '.join(kinds)}): choose by a pattern as '*.jsonl'.")
-    return read_files(where, files)
+    return read_files(str(path), files, alike=True)
 
 
 def _load(path: str, split: str | None, name: str | None, what: str) -> Any:
@@ -208,26 +203,21 @@ def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0] or type(error).__name__
 
 
-def _listed(where: str, records: list[Any], place: Callable[[int], str]) -> Records:
-    return Records(where, len(records), lambda start, stop, columns: records[start:stop], place)
-
-
-def read_files(where: str, files: Sequence[Path]) -> Records:
-    """The rows of all files, which are JSONL or Parquet. Errors: PromptError naming file and line, or a pipe or device,
-    which may block for ever and could not be read again by a run that continues."""
+def read_files(where: str, files: Sequence[Path], alike: bool = False) -> Records:
+    """The rows of all files, which are JSONL or Parquet, with `alike` named so. Errors: PromptError naming file and
+    line, or a pipe or device, which may block for ever and could not be read again by a run that continues."""
+    if alike and len(kinds := sorted({file.suffix for file in files})) > 1:
+        raise PromptError(f"{where} has files of several kinds ({', '.join(kinds)}): choose by a pattern as '*.jsonl'.")
     for file in files:
         if file.exists() and not file.is_file():
-            raise PromptError(f"{file} is a {_kind(file)}, not a regular file: write the records to one.")
+            kinds = {"directory": file.is_dir, "pipe": file.is_fifo, "socket": file.is_socket}
+            kind = next((kind for kind, is_one in kinds.items() if is_one()), "device")
+            raise PromptError(f"{file} is a {kind}, not a regular file: write the records to one.")
     if all(is_parquet(file) for file in files):
         return _parquet_records(where, files)
-    lines = [(line, file) for file in files for line in _read_lines(file)]
-    places = [(file, number) for (number, _), file in lines]
-    return _listed(where, [record for (_, record), _ in lines], lambda row: "{}, line {}".format(*places[row]))
-
-
-def _kind(path: Path) -> str:
-    kinds = {"directory": path.is_dir, "pipe": path.is_fifo, "socket": path.is_socket}
-    return next((kind for kind, is_one in kinds.items() if is_one()), "device")
+    lines = [(file, number, record) for file in files for number, record in _read_lines(file)]
+    places, records = [line[:2] for line in lines], [line[2] for line in lines]
+    return Records(where, len(lines), lambda a, b, _: records[a:b], lambda row: "{}, line {}".format(*places[row]))
 
 
 def _parquet_records(where: str, files: Sequence[Path]) -> Records:
@@ -236,7 +226,10 @@ def _parquet_records(where: str, files: Sequence[Path]) -> Records:
 
     tables = [_read_parquet(file) for file in files]
     for file, table in zip(files, tables, strict=True):
-        _check_columns(file, table.column_names, files[0], tables[0].column_names)
+        if twice := [name for name, times in Counter(table.column_names).items() if times > 1]:
+            raise PromptError(f"{file} has more than one column {twice[0]!r}; each needs a name of its own.")
+        if text := differing_column(str(file), table.column_names, str(files[0]), tables[0].column_names):
+            raise PromptError(f"{text}; all files need the same columns.")
     try:
         joined = pyarrow.concat_tables(tables, promote_options="permissive")
     except pyarrow.ArrowException as error:
@@ -284,15 +277,13 @@ def _read_parquet(file: Path) -> pyarrow.Table:
         raise PromptError(f"{file} is not a Parquet file that can be read: {error}.") from None
 
 
-def _check_columns(file: Path, names: Sequence[str], first: Path, firsts: Sequence[str]) -> None:
-    """Refuse a file with two columns of one name, or with other columns than the first file."""
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise PromptError(f"{file} has more than one column {twice[0]!r}; each needs a name of its own.")
-    if differing := set(names) ^ set(firsts):
-        has, other = ("a", "has none") if min(differing) in names else ("no", "has one")
-        raise PromptError(
-            f"{file} has {has} column {min(differing)!r}, {first} {other}; all files need the same columns."
-        )
+def differing_column(place: str, names: Iterable[Any], first: str, firsts: Iterable[Any]) -> str:
+    """Says which column only one of two records or files has; "" if none."""
+    if not (differing := {*names} ^ {*firsts}):
+        return ""
+    column = min(map(str, differing))
+    has, other = ("a", "has none") if column in map(str, names) else ("no", "has one")
+    return f"{place} has {has} column {column!r}, {first} {other}"
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -308,16 +299,14 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         except UnicodeDecodeError as error:
             found = f"0x{line[error.start]:02x} at byte {error.start + 1}"
             raise PromptError(f"{where} is not UTF-8 text: {found}. Give a JSONL or Parquet file.") from None
-        if text.strip():
-            yield number, _parse(where, text)
-
-
-def _parse(where: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where} is not JSON: {error.msg} at character {error.colno}.") from None
-    except ValueError as error:  # Python bounds the digits of whole numbers
-        raise PromptError(f"{where} has a number that cannot be read: {str(error).split(';')[0]}.") from None
-    except RecursionError:
-        raise PromptError(f"{where} is nested too deeply.") from None
+        if not text.strip():
+            continue
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{where} is not JSON: {error.msg} at character {error.colno}.") from None
+        except ValueError as error:  # Python bounds the digits of whole numbers
+            raise PromptError(f"{where} has a number that cannot be read: {str(error).split(';')[0]}.") from None
+        except RecursionError:
+            raise PromptError(f"{where} is nested too deeply.") from None
+        yield number, found

@@ -1,16 +1,15 @@
-"""ResumableSampler: batches of shuffled rows by torchdata's StatefulDataLoader, resumable at any point."""
+"""ResumableSampler: batches of shuffled rows by torch's DataLoader, resumable at any point."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 from hybridflow.batch.batch import Batch
 from hybridflow.errors import ConfigError, PromptError, WorkerError
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 SECONDS = 600.0  # limit for a worker process to deliver a batch
-_FORK_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # its threads do not survive a fork
+_THREADS = "TOKENIZERS_PARALLELISM"  # they do not survive a fork
 
 
 class Draw(NamedTuple):
@@ -56,13 +55,12 @@ class ResumableSampler:
     def __init__(
         self,
         dataset: Dataset,
-        *,
+        identity: Mapping[str, Any],
         batch_size: int,
         steps: int | None,
         seed: int,
         shuffle: bool,
         workers: int,
-        identity: Mapping[str, Any],
         allow_changed: bool = False,
     ) -> None:
         if type(seed) is not int:
@@ -91,9 +89,13 @@ class ResumableSampler:
                 found = next(batches)
             except RuntimeError as error:
                 batches = iter(())
-                if self.workers:
-                    raise self._explained(error) from error
-                raise
+                if not self.workers:
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold what ends the other workers when it is let go
+                raise WorkerError(
+                    f"a process of the loader (workers={self.workers}) failed, or had no batch ready within "
+                    f"{SECONDS:.0f} s: {error}"
+                ) from error
             if isinstance(found, PromptError):
                 batches = iter(())  # an error that is kept would keep this frame, and with it the workers
                 raise found
@@ -123,21 +125,22 @@ class ResumableSampler:
         self._drawn = drawn
 
     def _open(self, first: int) -> Iterator[Any]:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
         several = {"timeout": SECONDS, "multiprocessing_context": "fork"} if self.workers else {}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls what torch gave up
-            loader: Any = StatefulDataLoader(
-                _Draws(),  # type: ignore[arg-type]  a dataset by what it can do
-                batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
-                collate_fn=self._read,
-                num_workers=self.workers,
-                generator=torch.Generator(),  # else it would draw from the caller's
-                **several,
-            )
-        with _environment(_FORK_ENVIRONMENT) if self.workers else contextlib.nullcontext():
+        loader = DataLoader(
+            _Draws(),  # type: ignore[arg-type]  a dataset by what it can do
+            batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
+            collate_fn=self._read,
+            num_workers=self.workers,
+            generator=torch.Generator(),  # else it would draw from the caller's
+            **several,
+        )
+        if changed := self.workers > 0 and _THREADS not in os.environ:
+            os.environ[_THREADS] = "false"
+        try:
             return iter(loader)
+        finally:
+            if changed:
+                del os.environ[_THREADS]
 
     def _read(self, draws: list[Draw]) -> Any:
         try:
@@ -163,31 +166,12 @@ class ResumableSampler:
             yield draws
             batch += 1
 
-    def _explained(self, error: RuntimeError) -> WorkerError:
-        traceback.clear_frames(error.__traceback__)  # they hold what ends the other workers when it is let go
-        return WorkerError(
-            f"a process of the loader (workers={self.workers}) failed, or had no batch ready within {SECONDS:.0f} s: "
-            f"{error}"
-        )
-
 
 class _Draws:
     """The map-style data set that torch's loader asks for: draws, which `collate_fn` reads."""
 
     def __getitem__(self, draw: Draw) -> Draw:
         return draw
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables within, unless they are set already."""
-    new = {name: value for name, value in changes.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            del os.environ[name]
 
 
 def check_sizes(least: int = 1, /, **sizes: int) -> None:

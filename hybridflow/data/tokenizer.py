@@ -160,8 +160,8 @@ class Tokenizer:
         return [list(ids[1:] if special and ids[:2] == twice else ids) for group in found for ids in group]
 
     def render(self, messages: list[Any], **options: Any) -> str:
-        """The text of messages by the chat template, which may raise anything: it is the checkpoint's program. One that
-        does not end is stopped."""
+        """The text of messages by the chat template, which is the checkpoint's program: it may raise anything, and is
+        stopped where it does not end."""
         with _deadline(TEMPLATE_SECONDS):
             return self._rendered(messages, **options)
 
@@ -181,8 +181,8 @@ class Tokenizer:
             return ""
 
     def closing_ids(self, chat: bool) -> list[int]:
-        """The tokens behind a response in training texts: with `chat` those of the template; and the end token, unless
-        the template ends with a special token."""
+        """The tokens after a response in training texts: with `chat` the template's own, then the end token, unless the
+        template ends with a special token."""
         own = [] if (end := self.end_id) is None else [end]
         found = self.continuations([self.turn_end.rstrip()])[0] if chat else []
         return found if found and found[-1] in self._special else [*found, *own]
@@ -211,7 +211,7 @@ class Tokenizer:
 
     @cached_property
     def size(self) -> int:
-        """The largest token id, and one."""
+        """The largest token id plus one."""
         return max(self.raw.get_vocab().values()) + 1
 
     def continuations(self, texts: Sequence[str]) -> list[list[int]]:
@@ -356,23 +356,16 @@ def check_messages(place: str, column: str, messages: list[Any]) -> None:
             raise PromptError(f"{where} has the unknown role {role!r}.{nearest(role, ROLES)}")
         if content is None and not message.get("tool_calls"):
             raise PromptError(f"{where} ({role}) has no content; it needs 'role' and 'content'.")
-        _check_content(f"{where} ({role})", content)
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if content is None else content
+        if not isinstance(parts, list):
+            raise PromptError(f"{where} ({role}) has content that is a {type(content).__name__}; it must be text.")
+        for part in parts:
+            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise PromptError(f"{where} ({role}) has content with a part of type {kind!r}; only text is read.")
+            check_text(f"{where} ({role})", part["text"])
         if not text_of(content) and role not in _MAY_SAY_NOTHING:
             raise PromptError(f"{where} ({role}) has empty content.")
-
-
-def _check_content(where: str, content: Any) -> None:
-    if isinstance(content, str):
-        check_text(where, content)
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise PromptError(f"{where} has content that is a {type(content).__name__}; it must be text.")
-    for part in content:
-        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise PromptError(f"{where} has content with a part of type {kind!r}; only text is read.")
-        check_text(where, part["text"])
 
 
 def text_of(content: str | list[Any] | None) -> str:

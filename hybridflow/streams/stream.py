@@ -23,8 +23,7 @@ from hybridflow.cluster.future import while_waiting
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.config import Until
-from hybridflow.data.drawn_prompts import DrawnPrompts
-from hybridflow.data.prompts import PromptSource
+from hybridflow.data.prompts import DrawnPrompts, PromptSource
 from hybridflow.environments.agent import Agent
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.planner.admission import Admission, Replica, StreamBatch, StreamOptions

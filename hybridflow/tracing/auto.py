@@ -90,11 +90,8 @@ def whole(found: Trace) -> list[str]:
     """Groups of models that cannot have replicas in other layouts; a stream generates in the group's own processes."""
     placed = {name: found.groups[name] for name in found.graph.groups if found.graph.models[name] is not None}
     streams = {call.group for call in found.graph.calls if call.continuous}
-    return [
-        name
-        for name, group in placed.items()
-        if name in streams or not can_replicate(group.worker_class, group.settings)
-    ]
+    one = {name for name, group in placed.items() if not can_replicate(group.worker_class, group.settings)}
+    return [name for name in placed if name in streams or name in one]
 
 
 def alone(found: Trace) -> list[Apart]:
@@ -126,7 +123,7 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
     drawn = found.sampled
     trains = [group.settings["train"] for group in found.groups.values() if group.settings.get("optim") is not None]
     # processors have no fast 16-bit arithmetic, and the engines compute in float32 there
-    figures: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rows": found.rows,
         "responses_per_prompt": drawn.factor if drawn else 1,
         "prompt": Lengths.of(list(drawn.prompt_tokens)) if drawn and drawn.prompt_tokens else Lengths.of(_PROMPT),
@@ -134,14 +131,14 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
         "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
     }
     if trains:  # the driver's own choice: the first group's, for all groups
-        figures |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}
-    if "rows" in own and "responses_per_prompt" not in own and own["rows"] % figures["responses_per_prompt"]:
+        fields |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}
+    if "rows" in own and "responses_per_prompt" not in own and own["rows"] % fields["responses_per_prompt"]:
         raise ConfigError(
-            f"workload={own['rows']}: these are responses, and the driver draws {figures['responses_per_prompt']} for "
+            f"workload={own['rows']}: these are responses, and the driver draws {fields['responses_per_prompt']} for "
             f"each prompt. Give a multiple of that."
         )
-    figures |= own
-    return Workload(**figures)
+    fields |= own
+    return Workload(**fields)
 
 
 _OPTIONS, _ELASTIC = (
@@ -178,12 +175,8 @@ class AutoDriver:
         spec, workload = ClusterSpec.of(given["cluster"]), given["workload"]
         driver = functools.partial(self.driver, *arguments, **named)
         found = trace_driver(driver, models=given.get("models"))
-        return _fitting(
-            found,
-            workload,
-            workload_of(found, workload, spec),
-            lambda work: plan_elastic(found.graph, spec, work, **options),
-        )
+        own = workload_of(found, workload, spec)
+        return _fitting(found, workload, own, lambda work: plan_elastic(found.graph, spec, work, **options))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         driver = functools.partial(self.driver, *arguments, **named)

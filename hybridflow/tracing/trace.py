@@ -21,12 +21,7 @@ from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nea
 from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.settings import require
-from hybridflow.tracing.trace_backend import (
-    NoProcessError,
-    SampledRows,
-    TraceBackend,
-    placeholder_columns,
-)
+from hybridflow.tracing.trace_backend import NoProcessError, SampledRows, TraceBackend, placeholder_columns
 from hybridflow.workers.model_worker import find_checkpoint
 from hybridflow.workers.worker import place
 
@@ -53,10 +48,11 @@ PUBLISHED: Mapping[str, ModelSpec] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TraceSpec:
-    """A group to trace with: the class of its workers and their settings, of which `model` may be any `ModelSource`."""
+    """A group of a trace."""
 
     worker_class: type
     settings: Mapping[str, Any]
+    """`model` may be any `ModelSource`."""
 
 
 def trace_spec(worker_class: type, **settings: Any) -> TraceSpec:
@@ -96,10 +92,16 @@ def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[
     backend = TraceBackend()
     with backend.within():
         pool = ResourcePool(1)
-        placed = {name: _placed(pool, name, given) for name, given in groups.items()}
+        for name, given in groups.items():
+            known = isinstance(given, WorkerGroup | TraceSpec)
+            found = f"trace: the group {name!r} is {given!r:.80}"
+            require(known, f"{found}. Give hf.trace_spec(hf.ActorWorker, model=..., ...).")
+        placed = {name: place(one.worker_class, pool, name=name, **one.settings) for name, one in groups.items()}
         while not backend.seen_enough():
             backend.begin_iteration()
-            step(**_arguments(step, placed, BatchRef.from_batch(_prompts(prompts))))
+            given = placeholder_columns(("prompt", "prompt_ids"), 8) if prompts is None else prompts
+            batch = given if isinstance(given, Batch) else Batch(given)
+            step(**_arguments(step, placed, BatchRef.from_batch(batch)))
     return _finished(backend, {}).graph
 
 
@@ -147,34 +149,29 @@ def check_driver(driver: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trace:
-    groups = {name: TraceSpec(*described) for name, described in backend.described.items()}
-    backend.program.models |= _models(groups, instead)
+    groups, program = {name: TraceSpec(*described) for name, described in backend.described.items()}, backend.program
+    program.models |= _models(groups, instead)
     trains = {name: group.settings.get("train") for name, group in groups.items()}
-    backend.program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
-    rows = round(backend.program.rows)
-    return Trace(backend.program.graph(), groups, rows, backend.sampled, backend.elastic)
+    program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
+    return Trace(program.graph(), groups, round(program.rows), backend.sampled, backend.elastic)
 
 
 def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource]) -> dict[str, ModelSpec | None]:
     if unknown := [name for name in instead if name not in groups]:
         raise ConfigError(f"{unknown[0]}.model: the driver has no group {unknown[0]!r}.{nearest(unknown[0], groups)}")
+    heads: dict[str, Head] = {name: getattr(group.worker_class, "head", "lm") for name, group in groups.items()}
     follow: dict[tuple[str, Head | None], ModelSource] = {}
     for name, group in groups.items():
         if name in instead:  # a reference follows the actor, another critic the critic, in any order of names
-            for head in (_head(group), None):
+            for head in (heads[name], None):
                 follow.setdefault((str(group.settings.get("model")), head), instead[name])
     found: dict[str, ModelSpec | None] = {}
     for name, group in groups.items():
-        head, own = _head(group), group.settings.get("model")
-        source = instead.get(name)
+        head, own, source = heads[name], group.settings.get("model"), instead.get(name)
         if source is None and own is not None:
             source = follow.get((str(own), head), follow.get((str(own), None), own))
         found[name] = None if source is None else model_spec(source, head)
     return found
-
-
-def _head(group: TraceSpec) -> Head:
-    return getattr(group.worker_class, "head", "lm")
 
 
 def model_spec(source: ModelSource, head: Head = "lm") -> ModelSpec:
@@ -195,18 +192,6 @@ def configuration(source: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{error} Known models: {', '.join(PUBLISHED)}.") from None
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no configuration of a model: {error}.") from None
-
-
-def _placed(pool: ResourcePool, name: str, given: Any) -> WorkerGroup:
-    good = isinstance(given, WorkerGroup | TraceSpec)
-    require(good, f"trace: the group {name!r} is {given!r:.80}. Give hf.trace_spec(hf.ActorWorker, model=..., ...).")
-    return place(given.worker_class, pool, name=name, **given.settings)
-
-
-def _prompts(given: Batch | Mapping[str, Any] | None) -> Batch:
-    if given is None:
-        return placeholder_columns(("prompt", "prompt_ids"), 8)
-    return given if isinstance(given, Batch) else Batch(given)
 
 
 def _arguments(step: Callable[..., Any], groups: Mapping[str, WorkerGroup], batch: BatchRef) -> dict[str, Any]:

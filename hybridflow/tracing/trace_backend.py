@@ -72,11 +72,14 @@ class NoHost:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """The largest generation of an iteration: `rows` prompts with `factor` responses of up to `max_tokens` each."""
+    """The largest generation of an iteration."""
 
     rows: int
+    """Prompts."""
     factor: int
+    """Responses to each prompt."""
     max_tokens: int | None
+    """Of a response."""
     prompt_tokens: tuple[int, ...] = field(repr=False)
 
 
@@ -190,7 +193,10 @@ class TraceBackend:
             ref: Any = write(placeholder_columns(call.writes, due), on_driver=True)
         elif ranks.name == HELPER and call.method == "filter_groups":
             with self._not_by_driver():
-                ref = Known(_every_group(rows[0]))
+                groups: dict[int, list[int]] = {}
+                for row, group in enumerate(_column_of(rows[0], "group_id").tolist()):
+                    groups.setdefault(group, []).append(row)
+                ref = Known(GroupFilter(informative=list(groups.values()), rows=rows[0].rows))  # as if all differed
         else:
             ref = Known(placeholder_value(getattr(ranks.worker_class, call.method), call.settings))
         if self._recording:
@@ -203,7 +209,7 @@ class TraceBackend:
     def _record(
         self, ranks: RankGroup, call: RankCall, operation: Operation, rows: Sequence[RankRows], due: int
     ) -> tuple[Source, ...]:
-        """Write a call of the loop down; of what the driver alone reads (metrics), the calls behind it."""
+        """Record a call of the loop; of values for the driver alone (metrics), return the calls that they come from."""
         kind = kind_of(operation)
         reads: dict[str, dict[Source, None]] = {}
         for column, ref in itertools.chain.from_iterable(given.columns.items() for given in rows):
@@ -347,14 +353,6 @@ def _sampled(ranks: RankGroup, call: RankCall, rows: RankRows, due: int) -> Samp
     asked = call.settings.get("sampling")
     longest = asked.longest if isinstance(asked, Sampling) else call.settings.get("max_tokens", own)
     return SampledRows(rows.rows, due // max(rows.rows, 1), longest, tuple(tokens))
-
-
-def _every_group(rows: RankRows) -> GroupFilter:
-    """Pretends that the scores of every group differ."""
-    groups: dict[int, list[int]] = {}
-    for row, group in enumerate(_column_of(rows, "group_id").tolist()):
-        groups.setdefault(group, []).append(row)
-    return GroupFilter(informative=list(groups.values()), rows=rows.rows)
 
 
 def _column_of(rows: RankRows, name: str) -> Any:

@@ -7,16 +7,17 @@ import logging
 import math
 import os
 import re
-import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.tracking.report.run_files import is_number
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 1000  # lines in one write
@@ -24,12 +25,11 @@ _AT_ONCE = 1000  # lines in one write
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run continues: its id, the last step, seconds so far, the reward curve, and single figures."""
+    """Where a run continues: its id, the last step, seconds so far, and notes."""
 
     run: str
     step: int
     seconds: float
-    rewards: list[tuple[int, float]]
     notes: dict[str, Any]
 
     @classmethod
@@ -37,18 +37,25 @@ class RunState:
         """From `as_json`. Errors: ConfigError naming the first damaged part."""
         if not isinstance(state, Mapping):
             raise ConfigError(f"the tracker's state is a {type(state).__name__}: give what Tracker.state() has given.")
-        parts: dict[str, Any] = {part: state.get(part) for part in _CHECKS}
-        for part, is_right in _CHECKS.items():
-            if not is_right(parts[part]):
-                raise _damaged(part, parts[part])
-        if parts["rewards"] and parts["rewards"][-1][0] > parts["step"]:
-            raise _damaged("step", parts["step"])
-        rewards = [(step, float(reward)) for step, reward in parts["rewards"]]
-        return cls(parts["run"], parts["step"], float(parts["seconds"]), rewards, dict(parts["notes"]))
+        found: dict[str, Any] = {part: state.get(part) for part in _CHECKS}
+        for part in [part for part, is_right in _CHECKS.items() if not is_right(found[part])]:
+            raise ConfigError(
+                f"the tracker's state has {part}={found[part]!r:.80}, which Tracker.state() never gives: it is "
+                f"damaged. Use the state of another checkpoint."
+            )
+        return cls(found["run"], found["step"], float(found["seconds"]), dict(found["notes"]))
 
     def as_json(self) -> dict[str, Any]:
         notes = json.loads(as_document(self.notes), parse_constant=lambda _: None)  # JSON has no NaN
-        return vars(self) | {"rewards": [list(point) for point in self.rewards], "notes": notes}
+        return vars(self) | {"notes": notes}
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "run": lambda found: isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) is not None,
+    "step": lambda found: type(found) is int and 0 <= found < 2**62,
+    "seconds": lambda found: is_number(found) and found >= 0,
+    "notes": lambda found: isinstance(found, dict) and all(isinstance(name, str) for name in found),
+}
 
 
 class KeptFiles:
@@ -56,20 +63,21 @@ class KeptFiles:
 
     An OSError, such as a full disk, does not stop the run: each kind is logged once, and every later write first
     retries the pending ones. Before the first write, the `names` that an earlier run has left are renamed to
-    `<stem>.<n><suffix>`, all with the first free number, unless `rewind` comes first.
+    `<stem>.<n><suffix>`, all with the first free number, unless `rewind` comes first. Files of `also` (name, content)
+    are written with the first of the others.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str] = ()) -> None:
-        self.directory, self._names = directory, tuple(names)
+    def __init__(self, directory: Path, names: Sequence[str] = (), also: Mapping[str, bytes] | None = None) -> None:
+        self.directory, self._names, self._also = directory, tuple(names), dict(also or {})
         self._first: Callable[[], None] | None = self._set_aside if names else None
-        self._lines: dict[str, list[bytes]] = {}
+        self._lines: defaultdict[str, list[bytes]] = defaultdict(list)
         self._contents: dict[str, bytes] = {}
         self._ends: dict[str, int] = {}  # end of the complete lines; a write may have left half a line
-        self._why, self._told = "", set[int | None]()
+        self._why, self._reported = "", set[int | None]()
 
     def append(self, name: str, records: Sequence[bytes]) -> None:
         """Append whole records, such as lines with their end."""
-        self._lines.setdefault(name, []).extend(records)
+        self._lines[name] += records
         self.write()
 
     def replace(self, name: str, content: bytes) -> None:
@@ -83,18 +91,12 @@ class KeptFiles:
         renamed likewise. Half a last line is cut. Warns of that, and if the first file ends before `step`.
         """
         n = self._free_number()
-        for name in [name for name in self._lines if name in self._names]:
-            lines, self._lines[name] = self._lines[name], []
-            for line in lines:
-                where = name if _step_of(line) <= step else _numbered(name, n)
-                self._lines.setdefault(where, []).append(line)
+        for name in self._names:
+            for line in self._lines.pop(name, ()):
+                self._lines[name if _step_of(line) <= step else _numbered(name, n)].append(line)
         self._contents.clear()
-        self._first = partial(self._cut_after, step, dict(contents), n)
+        self._first = partial(self._cut_after, step, {**contents, **self._also}, n)
         self.write()
-
-    def waiting(self, name: str) -> int:
-        """The number of lines that could not be written yet."""
-        return len(self._lines.get(name, ()))
 
     def write(self) -> None:
         """Retry all pending writes."""
@@ -113,7 +115,7 @@ class KeptFiles:
                     del lines[:_AT_ONCE]
         for name in list(self._contents):
             with self.forgiving(self.directory / name):
-                self._replace(self.directory / name, self._contents[name])
+                replace_file(self.directory / name, self._contents[name])
                 del self._contents[name]
 
     def missing(self) -> str:
@@ -128,85 +130,73 @@ class KeptFiles:
             yield
         except OSError as error:
             self._why = error.strerror or str(error)
-            if error.errno not in self._told:
-                self._told.add(error.errno)
-                logger.warning(
-                    "%s cannot be written: %s. The run continues; figures are kept for later.", what, self._why
-                )
+            if error.errno not in self._reported:
+                self._reported.add(error.errno)
+                logger.warning("%s cannot be written: %s. The run continues; this is written later.", what, self._why)
 
     def _set_aside(self) -> None:
-        here = [name for name in self._names if self._size(name)]
         n = self._free_number()
-        for name in here:
-            (self.directory / name).rename(self.directory / _numbered(name, n))
+        paths = [self.directory / name for name in self._names]
+        here = [path for path in paths if path.exists() and path.stat().st_size]
+        for path in here:
+            path.rename(self.directory / _numbered(path.name, n))
         if here:
             logger.info("%s had an earlier run: its files are now called *.%d.*", self.directory, n)
+        self._contents |= self._also
 
     def _cut_after(self, step: int, contents: dict[str, bytes], n: int) -> None:
-        last = {}
-        for name in self._names:
-            path, aside = self.directory / name, self.directory / _numbered(name, n)
-            if path.suffix != ".jsonl":
-                continue
+        for name in [name for name in self._names if name.endswith(".jsonl")]:
+            path = self.directory / name
             *lines, half = path.read_bytes().split(b"\n") if path.exists() else [b""]
-            kept = [line for line in lines if _step_of(line) <= step]
-            later = [line for line in lines if _step_of(line) > step]
+            kept, later = [[one for one in lines if (_step_of(one) > step) == after] for after in (False, True)]
             if later:
-                self._replace(aside, b"".join(line + b"\n" for line in later))
+                replace_file(self.directory / _numbered(name, n), b"".join(line + b"\n" for line in later))
             if later or half:
-                self._replace(path, b"".join(line + b"\n" for line in kept))
+                replace_file(path, b"".join(line + b"\n" for line in kept))
                 self._ends.pop(name, None)
             if half:
                 logger.warning("%s ends in half a line (%r), which is cut.", path, half[:80])
-            last[name] = max(map(_step_of, [*kept, *self._lines.get(name, ())]), default=0)
+            last = max(map(_step_of, [*kept, *self._lines.get(name, ())]), default=0)
+            if name == self._names[0] and last < step:
+                message = "%s ends at step %d, the saved state is of step %d: the lines between are lost."
+                logger.warning(message, path, last, step)
         for name, content in contents.items():
             path = self.directory / name
             if path.exists() and path.read_bytes() != content:
                 path.rename(self.directory / _numbered(name, n))
             if content:
                 self._contents[name] = content
-        if last[self._names[0]] < step:
-            found = f"{self.directory / self._names[0]} ends at step {last[self._names[0]]:g}"
-            logger.warning("%s, the saved state is of step %d: the lines between are lost.", found, step)
 
     def _free_number(self) -> int:
-        n = 1
-        while any((self.directory / _numbered(name, n)).exists() for name in self._names):
-            n += 1
-        return n
+        taken = (any((self.directory / _numbered(name, n)).exists() for name in self._names) for n in count(1))
+        return 1 + sum(takewhile(bool, taken))
 
-    def _size(self, name: str) -> int:
-        path = self.directory / name
-        return path.stat().st_size if path.exists() else 0
-
-    def _append(self, name: str, line: bytes) -> None:
-        path = self.directory / name
-        try:
-            with path.open("ab", buffering=0) as file:
-                self._cut(name, file.fileno())
-                rest = memoryview(line)
+    def _append(self, name: str, records: bytes) -> None:
+        with (self.directory / name).open("ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size  # smaller than before: the file was removed
+            end = min(self._ends.setdefault(name, size), size)
+            os.ftruncate(file.fileno(), end)  # half a line of an earlier attempt
+            try:
+                rest = memoryview(records)
                 while rest:
                     rest = rest[file.write(rest) :]
-        except OSError:
-            with suppress(OSError), path.open("ab") as file:
-                self._cut(name, file.fileno())
-            raise
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(file.fileno(), end)
+                raise
         del self._ends[name]
 
-    def _cut(self, name: str, descriptor: int) -> None:
-        """Remove half a line that an earlier attempt may have left."""
-        size = os.fstat(descriptor).st_size  # smaller than before: the file was removed
-        os.ftruncate(descriptor, min(self._ends.setdefault(name, size), size))
 
-    def _replace(self, path: Path, content: bytes) -> None:
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            partial.write_bytes(content)
-            partial.replace(path)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink()
-            raise
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a whole file: a reader sees the earlier or the new content. Errors: OSError."""
+    new = path.with_name(f".{path.name}.partial")
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
 
 
 def _numbered(name: str, n: int) -> str:
@@ -233,30 +223,3 @@ def as_document(values: Mapping[str, Any]) -> bytes:
 def _plain(value: Any) -> Any:
     """Tensors and arrays as numbers and lists; anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # not NaN
-
-
-def _is_curve(points: Any) -> bool:
-    if not isinstance(points, list) or not all(isinstance(point, list) and len(point) == 2 for point in points):
-        return False
-    known = all(type(step) is int and _is_number(reward) for step, reward in points)
-    return known and all(a < b for a, b in pairwise([0, *(step for step, _ in points)]))
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "run": lambda found: isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) is not None,
-    "step": lambda found: type(found) is int and 0 <= found < 2**62,
-    "seconds": lambda found: _is_number(found) and found >= 0,
-    "rewards": _is_curve,
-    "notes": lambda found: isinstance(found, dict) and all(isinstance(name, str) for name in found),
-}
-
-
-def _damaged(part: str, found: Any) -> ConfigError:
-    return ConfigError(
-        f"the tracker's state has {part}={found!r:.80}, which Tracker.state() never gives: it is damaged. Use the "
-        f"state of another checkpoint."
-    )

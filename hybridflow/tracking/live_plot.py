@@ -25,16 +25,16 @@ class LivePlot:
         self._shown: Any = None
         self._drawn = -math.inf
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def iteration(self, line: Mapping[str, Any]) -> None:
         """The metrics of one iteration, `step` among them."""
         for name, points in self.points.items():
             value = line.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
                 points.append((int(line["step"]), float(value)))
         if time.monotonic() - self._drawn > _SECONDS:
-            self.update()
+            self.close()
 
-    def update(self) -> None:
+    def close(self) -> None:
         """Bring the shown picture up to date."""
         if self._shown is None:
             return
@@ -50,16 +50,12 @@ class LivePlot:
         self.points = {name: [point for point in points if point[0] <= step] for name, points in self.points.items()}
 
     def png(self) -> bytes:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(_SIZE[0] * len(self.points), _SIZE[1]), layout="constrained")
+        figure = _figure(_SIZE[0] * len(self.points), _SIZE[1])
         for i, (name, points) in enumerate(self.points.items(), 1):
             axes = figure.add_subplot(1, len(self.points), i, xlabel="iteration", title=name)
             axes.plot([step for step, _ in points], [value for _, value in points], marker="o", markersize=3)
             axes.grid(alpha=0.3)
-        FigureCanvasAgg(figure).print_png(png := io.BytesIO())
-        return png.getvalue()
+        return _png(figure)
 
     def _picture(self) -> dict[str, str]:
         return {"image/png": base64.b64encode(self.png()).decode(), "text/plain": repr(self)}
@@ -71,3 +67,29 @@ class LivePlot:
     def __repr__(self) -> str:
         latest = [f"{name} {points[-1][1]:.4g}" for name, points in self.points.items() if points]
         return f"LivePlot({', '.join(latest) or 'no iteration yet'})"
+
+
+def drawn_curve(points: Sequence[tuple[int, float]], window: int = 5) -> bytes:
+    """The mean reward over iterations, and its mean over `window` iterations, as a PNG."""
+    steps, rewards = [step for step, _ in points], [reward for _, reward in points]
+    smooth = [sum(rewards[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(rewards))]
+    figure = _figure(7, 4)
+    axes = figure.add_subplot(xlabel="iteration", ylabel="mean reward", title="Reward")
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, marker="o", markersize=3, label="each iteration")
+    axes.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"mean of {window}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return _png(figure)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _png(figure: Any) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure).print_png(png := io.BytesIO())
+    return png.getvalue()

@@ -249,7 +249,7 @@ def resolve(part: Metrics) -> dict[str, float]:
     for name, value in dict[str, Any](found).items():
         plain = value.tolist() if hasattr(value, "tolist") else value  # torch and numpy scalars
         if not isinstance(plain, numbers.Real):
-            raise ConfigError(f"the figure {name!r} is {value!r:.80}; tracker.log takes numbers.")
+            raise ConfigError(f"the metric {name!r} is {value!r:.80}; tracker.log takes numbers.")
         out[str(name)] = float(plain)
     return out
 

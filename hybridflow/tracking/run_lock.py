@@ -23,7 +23,7 @@ _MISSED = 3  # beats of a process that has ended, or whose machine has
 
 
 class RunLock:
-    """The lock at `path` for this process, which may take it several times; `what` is said in errors.
+    """The lock at `path` for this process, which may take it several times; errors begin with `what`.
 
     A file system that refuses the lock's file, such as a full or read-only one, does not stop a run: what is written
     there fails with an error of its own.
@@ -97,7 +97,9 @@ def _locked(path: Path, what: str) -> int:
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            there = _holder(file)
+            there: dict[str, Any] = {}  # who wrote the file, where it says so
+            with suppress(ValueError, RecursionError):
+                there = found if isinstance(found := json.loads(os.pread(file, 4096, 0)), dict) else {}
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 taken = there.get("host", socket.gethostname()) != socket.gethostname() and _beats(file, path)
@@ -106,21 +108,18 @@ def _locked(path: Path, what: str) -> int:
             except OSError:  # a file system without locks
                 taken = bool(there) and _beats(file, path)
             if taken:
-                raise _refused(what, there, time.time() - os.fstat(file).st_mtime)
+                who = f"process {there.get('pid', '(unknown)')} on {there.get('host', '(unknown)')}"
+                seconds = time.time() - os.fstat(file).st_mtime
+                raise ConfigError(
+                    f"{what}: {who} has been writing there since {there.get('since', '(unknown)')}, and was alive "
+                    f"{seconds:.0f} s ago. Stop it, or give this run a directory of its own."
+                )
             if _is_at(file, path):
                 return file
         except BaseException:
             os.close(file)
             raise
         os.close(file)  # its last holder has removed it meanwhile
-
-
-def _holder(file: int) -> dict[str, Any]:
-    """Who wrote the lock's file; empty where it does not say."""
-    with suppress(ValueError, RecursionError):
-        found = json.loads(os.pread(file, 4096, 0))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _beats(file: int, path: Path) -> bool:
@@ -141,11 +140,3 @@ def _is_at(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _refused(what: str, there: dict[str, Any], seconds: float) -> ConfigError:
-    who = f"process {there.get('pid', '(unknown)')} on {there.get('host', '(unknown)')}"
-    return ConfigError(
-        f"{what}: {who} has been writing there since {there.get('since', '(unknown)')}, and was alive {seconds:.0f} s "
-        f"ago. Stop it, or give this run a directory of its own."
-    )

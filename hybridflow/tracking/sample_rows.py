@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,37 +16,12 @@ _PER_TOKEN = ("log_probs", "advantages", "policy_version", "turn_ids")
 _SOURCES = ("group_id", "response_ids")
 
 
-class SampledBatches:
-    """Samples of batches that may not have been computed yet, until their iteration is written."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, str, Batch | BatchRef, Future[Tokenizer] | None]] = []
-        self._tokenizers: dict[str, Future[Tokenizer]] = {}
-
-    def add(self, step: int, title: str, batch: Batch | BatchRef, tokenizer: Future[Tokenizer] | None) -> None:
-        """`batch` is what `sampled` returned, `tokenizer` what `load` did."""
-        self._waiting.append((step, title, batch, tokenizer))
-
-    def take(self, step: int) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
-        """(step, title, rows) of iterations up to `step`, once they are there. Errors: as `sample_rows`, and as
-        `as_tokenizer`."""
-        while self._waiting and self._waiting[0][0] <= step:
-            at, title, batch, tokenizer = self._waiting.pop(0)
-            yield at, title, sample_rows(batch, None if tokenizer is None else tokenizer.result())
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-    def load(self, given: TokenizerLike | None) -> Future[Tokenizer] | None:
-        """The tokenizer; that of a directory is read once, in a thread: importing its library takes seconds."""
-        if given is None:
-            return None
-        name = os.fspath(given) if isinstance(given, str | os.PathLike) else str(id(given))
-        if name not in self._tokenizers:
-            pool = ThreadPoolExecutor(1, "tokenizer")
-            self._tokenizers[name] = pool.submit(as_tokenizer, given)
-            pool.shutdown(wait=False)
-        return self._tokenizers[name]
+def loading(given: TokenizerLike) -> Future[Tokenizer]:
+    """The tokenizer, read in a thread: importing its library takes seconds. Errors of the future: as `as_tokenizer`."""
+    pool = ThreadPoolExecutor(1, "tokenizer")
+    found = pool.submit(as_tokenizer, given)
+    pool.shutdown(wait=False)
+    return found
 
 
 def sampled(batch: Batch | BatchRef, rows: int, columns: Sequence[str] = ()) -> Batch | BatchRef:
@@ -74,7 +48,7 @@ def sample_rows(batch: Batch | BatchRef, tokenizer: Tokenizer | None) -> list[di
 
 
 def _short(value: Any) -> Any:
-    """Numbers with six digits: float32 has no more. JSON has no NaN: what is not finite becomes None."""
+    """Numbers with six digits: float32 has no more. JSON has no NaN: None."""
     if isinstance(value, list):
         return [_short(one) for one in value]
     if isinstance(value, float):

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,17 +25,17 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
-from hybridflow.data.tokenizer import TokenizerLike
+from hybridflow.data.tokenizer import Tokenizer, TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.settings import check_names, local_path
+from hybridflow.tracking.console import RunDisplay
 from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
-from hybridflow.tracking.live_plot import LivePlot
+from hybridflow.tracking.live_plot import LivePlot, drawn_curve
 from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
-from hybridflow.tracking.report.recorder import EventRecorder
-from hybridflow.tracking.report.run_files import RunFiles
-from hybridflow.tracking.run_display import RunDisplay, drawn_curve
+from hybridflow.tracking.report.record import EventRecorder
+from hybridflow.tracking.report.run_files import RunFiles, is_number
 from hybridflow.tracking.run_lock import RunLock
-from hybridflow.tracking.sample_rows import SampledBatches, sampled
+from hybridflow.tracking.sample_rows import loading, sample_rows, sampled
 
 logger = logging.getLogger(__name__)
 _KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
@@ -45,11 +46,11 @@ class Tracker:
     """Writes a run's metrics to `directory`, sends them `to` loggers and shows them.
 
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
-      figures of `log`, in complete lines, so that a running file can be followed. Groups add
+      metrics of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
     - `events.jsonl`: every call on every device, see `hybridflow.tracking.report.record`. Of several trackers,
       the newest writes it.
-    - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
+    - `samples.jsonl`: one object per sample row; `notes.json`: values of the whole run; `reward.png`: the reward curve.
     - `config.yaml`: the run's settings, if `config` gives them as plain data; written with the first of the others.
     - `to`: "tensorboard" (event files in the directory), "wandb" and "mlflow" (extras of the package), or objects of
       `hybridflow.tracking.metric_loggers.MetricLogger`. Each is called in a thread of its own.
@@ -96,17 +97,18 @@ class Tracker:
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
         self._owner = RunLock(self.directory / ".lock", f"Tracker({str(directory)!r})")
         self._owner.take()
-        if current_cell() is not None:
-            self._end_earlier()
-        self._files, self._closed = KeptFiles(self.directory, _KEPT), False
+        if current_cell() is not None and session is not None:  # what an earlier run of a notebook has left
+            for other in list(session.parts.values()):
+                if isinstance(other, Tracker) and other.directory == self.directory:
+                    session.write_metrics()
+                    other.finish_late()
+        settings = {} if config is None else {"config.yaml": yaml.safe_dump(dict(config), sort_keys=False).encode()}
+        self._files, self._closed = KeptFiles(self.directory, _KEPT, settings), False
         self._display = RunDisplay(total) if console else None
-        self._config = b"" if config is None else yaml.safe_dump(dict(config), sort_keys=False).encode()
-        self._config_due = config is not None
         self._threads, self._pending = list[LoggerThread](), deque[tuple[tuple[Metrics, ...], int]]()  # yet to write
-        self._sampled = SampledBatches()
-        self._step = self._resumed = self._logged = self._written = 0
+        self._samples: list[tuple[int, str, Batch | BatchRef, Future[Tokenizer] | None]] = []
+        self._step = self._resumed = self._logged = 0
         self._last = self._start = time.perf_counter()
-        self._rewards: list[tuple[int, float]] = []
         self._plots: list[LivePlot] = []
         self._notes: dict[str, Any] = {}
         self._run = uuid.uuid4().hex
@@ -114,13 +116,6 @@ class Tracker:
         self._recorder: EventRecorder | None = None
         self._lock = threading.RLock()  # a checkpoint's thread asks for the state
         self._register(newest=True)
-
-    @property
-    def written(self) -> int:
-        """The step of the last line in `metrics.jsonl`; 0 before the first."""
-        if not self._files.waiting("metrics.jsonl"):
-            self._written = self._logged
-        return self._written
 
     def log(self, *metrics: Metrics) -> None:
         """Log the metrics of one iteration; later arguments win.
@@ -155,7 +150,7 @@ class Tracker:
         columns: Sequence[str] = (),
         title: str = "samples",
     ) -> None:
-        """Append samples to `samples.jsonl`: rows of your own, which are shown as a table, too, or those of a batch.
+        """Append samples to `samples.jsonl`: rows of your own, which the console shows as a table, or rows of a batch.
 
         Of a batch, after `log` of its iteration, the first `rows` in the first and each `every`-th iteration: prompt,
         response, answer, rewards, costs, additional `columns`, and, one entry per token, `log_probs`, `advantages`,
@@ -164,9 +159,9 @@ class Tracker:
         """
         if isinstance(samples, Batch | BatchRef):
             with self._lock:
-                reader = self._sampled.load(tokenizer)
                 if self._step == 1 or self._step % max(every, 1) == 0:
-                    self._sampled.add(self._step, title, sampled(samples, rows, columns), reader)
+                    reader = None if tokenizer is None else loading(tokenizer)
+                    self._samples.append((self._step, title, sampled(samples, rows, columns), reader))
             return
         self._append_samples(self._step, title, samples)
         if self._display is not None:
@@ -174,7 +169,6 @@ class Tracker:
                 self._display.samples(samples, title)
 
     def _append_samples(self, step: int, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._write_config()
         self._files.append("samples.jsonl", [as_line({"step": step, "title": title, **row}) for row in rows])
 
     def plot(self, *names: str) -> LivePlot:
@@ -186,14 +180,13 @@ class Tracker:
         with self._lock:
             if self._logged:  # otherwise the file is an earlier run's
                 for line in RunFiles(self.directory).lines("metrics.jsonl"):
-                    plot.add(line)
+                    plot.iteration(line)
             self._plots.append(plot)
         return plot
 
-    def note(self, **figures: Any) -> None:
+    def note(self, **values: Any) -> None:
         """Write values of the whole run (accuracy before and after) to `notes.json`."""
-        self._write_config()
-        self._notes |= figures
+        self._notes |= values
         self._files.replace("notes.json", as_document(self._notes))
 
     def flush(self, step: int | None = None) -> None:
@@ -208,9 +201,7 @@ class Tracker:
         with self._lock:
             self.flush(step)
             step = self._step if step is None else step
-            rewards = [(at, reward) for at, reward in self._rewards if at <= step]
-            seconds = time.perf_counter() - self._start
-            return RunState(self._run, step, seconds, rewards, self._notes).as_json()
+            return RunState(self._run, step, time.perf_counter() - self._start, self._notes).as_json()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue the run after the step of `state`, in the same files; discards the iteration that is pending.
@@ -220,22 +211,20 @@ class Tracker:
         """
         saved = RunState.read(state)
         self._owner.take()
-        self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
-        self._step = self._resumed = self._logged = self._written = saved.step
+        self._run, self._notes = saved.run, saved.notes
+        self._step = self._resumed = self._logged = saved.step
         for plot in self._plots:
             plot.forget(saved.step)
         self._closed = False
         self._pending.clear()
-        self._sampled.clear()
+        self._samples.clear()
         self._last = time.perf_counter()
         self._start = self._last - saved.seconds
         if self._recorder is not None:
             self._recorder.forget(saved.step)
         notes = as_document(self._notes) if self._notes else b""
-        config = {"config.yaml": self._config} if self._config else {}
         if Session.replay is None:  # whose files begin with the steps that are replayed
-            self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""} | config)
-        self._config_due = False
+            self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""})
         for thread in self._threads:
             thread.put("open", self.directory, saved.run, saved.step)
         self._register()
@@ -244,14 +233,6 @@ class Tracker:
         """Wait for the last iteration, draw the reward curve, close. Can be called again."""
         self._finish(failed=False)
 
-    def _end_earlier(self) -> None:
-        """Finish the tracker of this directory that an earlier run of a notebook has left."""
-        session = Session.existing()
-        for other in [] if session is None else list(session.parts.values()):
-            if session is not None and isinstance(other, Tracker) and other.directory == self.directory:
-                session.write_metrics()
-                other.finish_late()
-
     def _finish(self, failed: bool) -> None:
         if self._closed:
             return
@@ -259,9 +240,11 @@ class Tracker:
             self.flush()
             if self._recorder is not None and not failed:  # calls after the loop
                 self._recorder.session.iterations.collect()
-            if self._rewards:
-                with self._files.forgiving("reward.png"):
-                    self._files.replace("reward.png", drawn_curve(self._rewards))
+            with self._files.forgiving("reward.png"):
+                lines = RunFiles(self.directory).lines("metrics.jsonl") if self._logged else ()
+                found = [(line.get("step"), line.get("reward/mean")) for line in lines]
+                if rewards := [(step, reward) for step, reward in found if type(step) is int and is_number(reward)]:
+                    self._files.replace("reward.png", drawn_curve(rewards))
         finally:
             self._close(failed)
 
@@ -272,7 +255,7 @@ class Tracker:
         if _failed() and not all(is_there(part) for metrics, _ in self._pending for part in metrics):
             logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
             self._pending.clear()
-            self._sampled.clear()
+            self._samples.clear()
         try:
             self._finish(_failed())
         except Exception:
@@ -291,21 +274,22 @@ class Tracker:
         """Wait for the pending iterations up to `step`, and write them; Ctrl-C in the wait loses none."""
         while self._pending and self._pending[0][1] <= step:
             metrics, number = self._pending[0]
-            figures: dict[str, float] = {}
+            found: dict[str, float] = {}
             try:
                 for part in metrics:
-                    figures |= resolve(part)
+                    found |= resolve(part)
             except Exception:
                 self._pending.popleft()
                 raise
             self._pending.popleft()
-            self._write(figures, number, metrics[0])
-        for at, title, rows in self._sampled.take(step):
-            self._append_samples(at, title, rows)
+            self._write(found, number, metrics[0])
+        while self._samples and self._samples[0][0] <= step:
+            at, title, batch, reader = self._samples.pop(0)
+            self._append_samples(at, title, sample_rows(batch, None if reader is None else reader.result()))
 
-    def _write(self, figures: dict[str, float], step: int, stages: Metrics) -> None:
+    def _write(self, metrics: dict[str, float], step: int, stages: Metrics) -> None:
         now = time.perf_counter()
-        line = {"step": step, "time/iteration": now - self._last, "time/total": now - self._start} | figures
+        line = {"step": step, "time/iteration": now - self._last, "time/total": now - self._start} | metrics
         self._last = now
         if "response/tokens" in line:
             seconds = max(line["time/iteration"], 1e-9)
@@ -313,31 +297,21 @@ class Tracker:
             if "prompt/tokens" in line:  # as the papers count: prompts and responses
                 line["perf/tokens_per_second"] = (line["prompt/tokens"] + line["response/tokens"]) / seconds
         line |= self._take_events(step, stages, line)
-        # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
+        # JSON has no NaN: a value that is not finite becomes null
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
-        self._write_config()
-        self._written, self._logged = self.written, step
+        self._logged = step
         self._files.append("metrics.jsonl", [as_line(plain)])
-        if math.isfinite(line.get("reward/mean", math.nan)):
-            self._rewards.append((step, line["reward/mean"]))
         if not self._threads:
             self._threads = [LoggerThread(name, one, self._end_first) for name, one in self._loggers.items()]
             for thread in self._threads:
                 thread.put("open", self.directory, self._run, self._resumed)
         for thread in self._threads:
             thread.put("log", step, {name: value for name, value in line.items() if name != "step"})
-        if self._display is not None:
-            with self._files.forgiving("the display"):
+        with self._files.forgiving("the display"):
+            if self._display is not None:
                 self._display.iteration(line)
-        for plot in self._plots:
-            with self._files.forgiving("a plot"):
-                plot.add(plain)
-
-    def _write_config(self) -> None:
-        """With the run's first line: until then it may still be continued, with the files of an earlier run."""
-        if self._config_due:
-            self._config_due = False
-            self._files.replace("config.yaml", self._config)
+            for plot in self._plots:
+                plot.iteration(plain)
 
     def _take_events(self, step: int, stages: object, line: Mapping[str, float]) -> dict[str, float]:
         """Write the events of the calls that have ended; the metrics that follow from them."""
@@ -392,16 +366,14 @@ class Tracker:
             thread.put("close", failed)
         for name in self._wait_for_loggers(_CLOSE_SECONDS, again=True):
             logger.warning("%s has not answered for %.0f s: it may lack metrics.", name, _CLOSE_SECONDS)
-        for plot in self._plots:
-            with self._files.forgiving("a plot"):
-                plot.update()
-        if self._display is not None:
+        for shown in [self._display, *self._plots]:
             with self._files.forgiving("the display"):
-                self._display.close()
+                if shown is not None:
+                    shown.close()
         self._owner.release()
 
     def _wait_for_loggers(self, seconds: float, again: bool = False) -> list[str]:
-        """Wait until the loggers have been called for all metrics; the names of those that have not been."""
+        """Wait until the loggers have been called for all metrics. Returns the names of late ones."""
         due = time.monotonic() + seconds
         left = [one for one in self._threads if not one.wait(max(due - time.monotonic(), 0.0), again=again)]
         return [thread.name for thread in left]

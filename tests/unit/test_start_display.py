@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from hybridflow.cluster import startup
-from hybridflow.tracking import start_display
-from hybridflow.tracking.run_display import RunDisplay
-from hybridflow.tracking.start_display import LastDurations, StartDisplay
+from hybridflow.tracking import console as displays
+from hybridflow.tracking.console import LastDurations, RunDisplay, StartDisplay
 
 
 @pytest.fixture
@@ -94,15 +93,15 @@ def test_a_damaged_file_of_durations_is_no_hindrance(tmp_path, content):
 
 
 def test_the_file_of_durations_stays_small(tmp_path):
-    for number in range(start_display._MOST_RUNS + 3):
+    for number in range(displays._MOST_RUNS + 3):
         LastDurations(tmp_path / "file", f"run-{number}").write({"slow": 1.0})
     kept = json.loads((tmp_path / "file").read_text())
-    assert len(kept) == start_display._MOST_RUNS
-    assert f"run-{start_display._MOST_RUNS + 2}" in kept
+    assert len(kept) == displays._MOST_RUNS
+    assert f"run-{displays._MOST_RUNS + 2}" in kept
 
 
 def test_a_long_stage_speaks_again_and_again(tmp_path, output, monkeypatch):
-    monkeypatch.setattr(start_display, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(displays, "QUIET_SECONDS", 0.1)
     with startup.listening(plain(tmp_path / "run", output)), startup.stage("slow"):
         startup.progress(lambda: "step 3 of 9")
         end = time.monotonic() + 30

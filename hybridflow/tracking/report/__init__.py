@@ -1,1 +1,1 @@
-"""What a run was: its events, what limits its iterations, timelines, and pages made of them."""
+"""Reports of a run: its events, the limits of its iterations, timelines and pages."""

@@ -47,9 +47,14 @@ def trace(events: Sequence[Record]) -> dict[str, Any]:
         out.append({"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}})
     lanes = _lanes([event for event in spans if event["kind"] in CALLS])
     for event in spans:
-        own = _of_device(event, numbers, first) if event["kind"] in CALLS else [_of_driver(event, first)]
-        lane = lanes.get((event.get("pool"), event.get("rank"), event.get("seq")), 0)
-        out += [one | {"tid": lane} if one["ph"] == "X" else one for one in own]
+        if event["kind"] in CALLS:
+            lane = lanes.get((event["pool"], event["rank"], event.get("seq")), 0)
+            own = _of_device(event, numbers[event["pool"], event["rank"]], first)
+            out += [one | {"tid": lane} if one["ph"] == "X" else one for one in own]
+        else:
+            name, seconds = f"{event['kind']}: {event.get('what', '')}", event["end"] - event["start"]
+            args = {"step": event.get("step")}
+            out.append(_span(name, event["kind"], _DRIVER, event["start"] - first, seconds, args))
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
@@ -65,14 +70,8 @@ def _lanes(events: Sequence[Record]) -> dict[tuple[Any, Any, Any], int]:
     return out
 
 
-def _of_driver(event: Record, first: float) -> dict[str, Any]:
-    name = f"{event['kind']}: {event.get('what', '')}"
-    args = {"step": event.get("step")}
-    return _span(name, event["kind"], _DRIVER, event["start"] - first, event["end"] - event["start"], args)
-
-
-def _of_device(event: Record, numbers: Mapping[tuple[str, int], int], first: float) -> list[dict[str, Any]]:
-    at, kind = numbers[event["pool"], event["rank"]], event["kind"]
+def _of_device(event: Record, at: int, first: float) -> list[dict[str, Any]]:
+    kind = event["kind"]
     args = {name: value for name, value in event.items() if name not in ("kind", "pool", "rank", "start", "end")}
     seconds = event["end"] - event["ready"]
     out = [_span(f"{event['role']}.{event['method']}", kind, at, event["ready"] - first, seconds, args)]

@@ -1,18 +1,66 @@
-"""EventSummary: the events of a run in a few tables, and all events of some chosen iterations."""
+"""EventSummary: the events of a run in a few tables, and all events of some chosen iterations; seconds in which devices
+work, wait for inputs or are idle, and in which roles overlap."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
-from hybridflow.tracking.report.curves import is_number, rounded
-from hybridflow.tracking.report.device_time import DRIVER, KINDS, Activity, Interval, role_overlap, shares
-from hybridflow.tracking.report.run_files import RunFiles
+from hybridflow.tracking.report.run_files import RunFiles, is_number, rounded
 
+Interval = tuple[float, float]
+KINDS = ("call", "transfer", "wait", "switch", "stage")  # the last two are parts of a call
+DRIVER = "driver"
+_SIZES = ("bytes_in", "bytes_out", "rows", "tokens", "memory_before", "memory_after", "peak")
+_TIMES, _WAIT_TIMES = ("start", "ready", "end"), ("start", "end", "end")
 _MARKS = ("restart", "skipped", "note")
 _MOST_VIEWS, _MOST_EVENTS = 12, 30_000
 _LIMITS_STEPS = 24
+
+
+class Activity(NamedTuple):
+    """An event with a duration on one device (`pool/rank`, or the driver): inputs arrive at `ready`."""
+
+    kind: str
+    step: int
+    seq: int
+    role: str
+    method: str
+    device: str
+    start: float
+    ready: float
+    end: float
+    sizes: Sequence[float | None]  # `_SIZES`
+    failed: bool
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Activity | None:
+        """None for an event of another kind or without usable times."""
+        kind, step, seq = event.get("kind"), event.get("step"), event.get("seq", 0)
+        times = [event.get(name) for name in (_WAIT_TIMES if kind == "wait" else _TIMES)]
+        if kind not in KINDS or type(step) is not int or not all(is_number(time) for time in times):
+            return None
+        start, ready, end = cast("list[float]", times)
+        ready = min(max(ready, start), end)
+        names = [event.get(name) for name in ("role", "method", "pool")]
+        rank, device = event.get("rank"), DRIVER
+        if kind == "wait":
+            names = [DRIVER, str(event.get("what", kind)), ""]
+        elif all(isinstance(name, str) for name in names) and type(rank) is int and type(seq) is int:
+            device = f"{names[2]}/{rank}"
+        else:
+            return None
+        sizes = [size if is_number(size := event.get(name)) else None for name in _SIZES]
+        role, method, _ = cast("list[str]", names)
+        failed = event.get("failed") is True
+        return cls(kind, step, seq, role, method, device, start, ready, end, sizes, failed) if start <= end else None
+
+    @property
+    def memory(self) -> float:
+        """The largest in bytes; 0 if the event has none."""
+        return max(size or 0 for size in self.sizes[4:])
 
 
 class EventSummary:
@@ -41,7 +89,11 @@ class EventSummary:
             self.runs.append(dict(event))
             self._run_offsets.append(offset)
         elif event.get("kind") in _MARKS:
-            self._mark(event)
+            start, end, step = event.get("start"), event.get("end"), event.get("step")
+            length = rounded(end - start) if is_number(start) and is_number(end) else None
+            mark = {"kind": event["kind"], "step": step if type(step) is int else None, "seconds": length}
+            what = str(event.get("what", ""))[:2000]
+            self.marks.append(mark | {"start": start if is_number(start) else None, "what": what})
         elif (one := Activity.of(event)) is None:
             self.unusable += 1
         else:
@@ -60,14 +112,6 @@ class EventSummary:
             call[1] = max(call[1], one.ready - one.start)
             call[2] += 1
 
-    def _mark(self, event: Mapping[str, Any]) -> None:
-        start, end = event.get("start"), event.get("end")
-        length = rounded(end - start) if is_number(start) and is_number(end) else None
-        step = event.get("step") if type(event.get("step")) is int else None
-        when = start if is_number(start) else None
-        what = str(event.get("what", ""))[:2000]
-        self.marks.append({"kind": event["kind"], "step": step, "start": when, "seconds": length, "what": what})
-
     def devices(self) -> list[dict[str, Any]]:
         """All devices that a run record or an event names, in order: key, node, name, memory and planned memory."""
         known: dict[str, dict[str, Any]] = {}
@@ -80,7 +124,9 @@ class EventSummary:
                 known[key] = {"key": key, **about, "plan": planned.get(key) if isinstance(planned, dict) else None}
         for device in {device for device, _ in self._memory}:
             known.setdefault(device, {"key": device})
-        return sorted(known.values(), key=lambda device: _natural(device["key"]))
+        parts = {key: key.rpartition("/") for key in known}
+        order = {key: (pool, int(rank) if rank.isdigit() else -1, rank) for key, (pool, _, rank) in parts.items()}
+        return sorted(known.values(), key=lambda device: order[device["key"]])
 
     def memory(self) -> dict[str, dict[str, float]]:
         """Largest memory of each device in each phase (`role.method`), in bytes."""
@@ -108,24 +154,19 @@ class EventSummary:
         ]
 
     def chosen(self) -> dict[int, str]:
-        """Iterations to show and why: first, median, slowest, last, and those around restarts."""
-        lengths = {step: end - start for step, (start, end) in self._extents.items() if step > 0} or {
-            step: end - start for step, (start, end) in self._extents.items()
-        }
-        if not lengths:
+        """Iterations to show, and why: first, median, slowest, last, and around restarts."""
+        steps = [step for step in self._extents if step > 0] or list(self._extents)
+        if not steps:
             return {}
-        slow = sorted(lengths, key=lambda step: lengths[step])
+        slow = sorted(steps, key=lambda step: self._extents[step][1] - self._extents[step][0])
         why: dict[int, list[str]] = {}
-        for step, reason in ((min(lengths), "first"), (slow[(len(slow) - 1) // 2], "median")):
+        median = slow[(len(slow) - 1) // 2]
+        for step, reason in ((min(steps), "first"), (median, "median"), (slow[-1], "slowest"), (max(steps), "last")):
             why.setdefault(step, []).append(reason)
-        for step, reason in ((slow[-1], "slowest"), (max(lengths), "last")):
-            why.setdefault(step, []).append(reason)
-        for mark in self.marks:
-            if mark["kind"] == "restart" and mark["step"] is not None:
-                for near, reason in ((-1, "before a restart"), (0, "restart"), (1, "after a restart")):
-                    step = mark["step"] + near
-                    if step in lengths and (step in why or len(why) < _MOST_VIEWS):
-                        why.setdefault(step, []).append(reason)
+        for at in [mark["step"] for mark in self.marks if mark["kind"] == "restart" and mark["step"] is not None]:
+            for step, reason in ((at - 1, "before a restart"), (at, "restart"), (at + 1, "after a restart")):
+                if step in steps and (step in why or len(why) < _MOST_VIEWS):
+                    why.setdefault(step, []).append(reason)
         return {step: ", ".join(dict.fromkeys(why[step])) for step in sorted(why)}
 
     def activities(self, step: int) -> list[Activity]:
@@ -133,7 +174,7 @@ class EventSummary:
         return [one for one in map(Activity.of, found) if one is not None]
 
     def views(self) -> list[dict[str, Any]]:
-        """The chosen iterations with their events, and those of other iterations at the same time."""
+        """The chosen iterations with their events, and events of other iterations at the same time."""
         chosen, out, room = self.chosen(), [], _MOST_EVENTS
         order = sorted(chosen, key=lambda step: "restart" in chosen[step])  # these have to leave first
         for place, step in enumerate(order):
@@ -198,6 +239,52 @@ def _meet(one: Interval, other: Interval) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def _natural(key: str) -> tuple[str, int, str]:
-    pool, _, rank = key.rpartition("/")
-    return pool, int(rank) if rank.isdigit() else -1, rank
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union, as disjoint intervals in order."""
+    out: list[Interval] = []
+    for start, end in sorted(one for one in intervals if one[1] > one[0]):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((start, end))
+    return out
+
+
+def covered(intervals: Iterable[Interval], window: Interval) -> float:
+    """Seconds of `window` in which at least one interval lies."""
+    return sum(end - start for start, end in merged(clipped(one, window) for one in intervals))
+
+
+def overlapping(sets: Iterable[Iterable[Interval]]) -> float:
+    """Seconds that at least two of the sets cover."""
+    disjoint = [merged(one) for one in sets]
+    edges = sorted((at, change) for one in disjoint for start, end in one for at, change in ((start, 1), (end, -1)))
+    total, depth = 0.0, 0
+    for (at, change), (later, _) in itertools.pairwise(edges):
+        depth += change
+        total += (later - at) if depth >= 2 else 0.0
+    return total
+
+
+def shares(activities: Iterable[Activity], window: Interval) -> dict[str, tuple[float, float]]:
+    """Per device the seconds inside `window` that it works, and waits for inputs without working; the rest is idle."""
+    by_device: dict[str, list[Activity]] = {}
+    for one in activities:
+        by_device.setdefault(one.device, []).append(one)
+    out = {}
+    for device, own in by_device.items():
+        busy = covered(((one.ready, one.end) for one in own), window)
+        out[device] = busy, max(covered(((one.start, one.end) for one in own), window) - busy, 0.0)
+    return out
+
+
+def role_overlap(activities: Iterable[Activity], window: Interval) -> float:
+    """Seconds inside `window` in which at least two roles work, on any device."""
+    by_role: dict[str, list[Interval]] = {}
+    for one in activities:
+        by_role.setdefault(one.role, []).append(clipped((one.ready, one.end), window))
+    return overlapping(by_role.values())
+
+
+def clipped(interval: Interval, window: Interval) -> Interval:
+    return max(interval[0], window[0]), min(interval[1], window[1])

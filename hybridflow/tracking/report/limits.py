@@ -1,4 +1,4 @@
-"""What limits an iteration: its critical path, walked backwards over the events, and what each part of it was. Pure.
+"""Limits of an iteration: the parts of its critical path, which is walked backwards over the events. Pure.
 
 The path begins at the last call to end. Before a call comes the call that ended last before its inputs had arrived.
 Time between two calls is a wait for data where the driver waited for its loader, and the driver's elsewhere. A call
@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from hybridflow.tracking.report.event_summary import covered
 
 Record = Mapping[str, Any]
 Device = tuple[str, int]
@@ -40,11 +42,13 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Limit:
-    """`seconds` per iteration that `name` takes on the critical path, as a `share` of the iterations' time."""
+    """A part of the critical path."""
 
     name: str
     seconds: float
+    """Per iteration."""
     share: float
+    """Of the iterations' time."""
     advice: str
 
 
@@ -59,11 +63,16 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
     if not steps:
         return []
     used = set(steps)
-    calls = _from_last_peer([e for e in everything if e["step"] in used])
-    waits = [e for e in events if e["kind"] == "wait" and e.get("step") in used]
-    restarts = [e for e in events if e["kind"] == "restart"]
+    calls = [e for e in everything if e["step"] in used]
+    last = defaultdict[int, float](float)
+    for call in calls:
+        last[call["seq"]] = max(last[call["seq"]], call["ready"])
+    # a transfer begins when its last rank does: the others wait for it
+    calls = [{**e, "ready": min(last[e["seq"]], e["end"])} if e["kind"] == "transfer" else e for e in calls]
+    waits = [(e["start"], e["end"]) for e in events if e["kind"] == "wait" and e.get("step") in used]
+    restarts = [(e["start"], e["end"]) for e in events if e["kind"] == "restart"]
     parts = _Parts(calls, [e for e in events if e["kind"] == "switch" and e.get("step") in used])
-    start, first = min(e["start"] for e in [*calls, *waits]), min(e["ready"] for e in calls)
+    start, first = min([*(e["start"] for e in calls), *(begin for begin, _ in waits)]), min(e["ready"] for e in calls)
     start = max([start, *(e["end"] for e in everything if e["step"] not in used and e["end"] <= first)])
     total = max(e["end"] for e in calls) - start
     found: dict[str, float] = defaultdict(float)
@@ -75,7 +84,7 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
         if call is not None:
             split = parts.of(call)
         else:
-            data, lost = _overlap(waits, before, after), _overlap(restarts, before, after)
+            data, lost = (covered(spans, (before, after)) for spans in (waits, restarts))
             split = [("data", data), ("driver", after - before - data - lost)]
             total -= lost
         for name, seconds in split:
@@ -103,26 +112,6 @@ def critical_path(calls: Sequence[Record], start: float) -> Iterator[tuple[float
             yield call["end"], now, None
         now = min(now, call["ready"])
         yield now, call["end"], call
-
-
-def _from_last_peer(calls: Sequence[Record]) -> list[Record]:
-    """A transfer begins when its last rank does: the others wait for it."""
-    last: dict[int, float] = defaultdict(float)
-    for call in calls:
-        last[call["seq"]] = max(last[call["seq"]], call["ready"])
-    return [{**e, "ready": min(last[e["seq"]], e["end"])} if e["kind"] == "transfer" else e for e in calls]
-
-
-def _overlap(spans: Iterable[Record], start: float, end: float) -> float:
-    """Seconds of [start, end] in which at least one span lies."""
-    inside = sorted(
-        (max(e["start"], start), min(e["end"], end)) for e in spans if e["start"] < end and e["end"] > start
-    )
-    total, until = 0.0, start
-    for a, b in inside:
-        total += max(0.0, b - max(a, until))
-        until = max(until, b)
-    return total
 
 
 def category(event: Record) -> str:
@@ -172,21 +161,14 @@ class _Parts:
         if name == "generation":
             peers = [e["end"] for e in self._peers[call["seq"]]]
             take("generation tail", max(call["end"] - statistics.median(peers), left * call.get("tail", 0.0)))
-        if name == "update":
-            take("tiny mini-batches", self._overhead(call))
+        number, speed = call.get("minibatches", 0), self._speed.get(_device(call))
+        if name == "update" and speed and number >= _LEAST_MINIBATCHES and call.get("flops"):
+            needed = _RECOMPUTED * call["flops"] / speed  # at the speed of inference in large batches
+            if 2 * needed <= _seconds(call):
+                self._minibatches = max(self._minibatches, number)
+                take("tiny mini-batches", _seconds(call) - needed)
         take(name, left)
         return out
-
-    def _overhead(self, call: Record) -> float:
-        """Seconds of an update beyond those that its arithmetic takes at the speed of inference in large batches."""
-        speed, number = self._speed.get(_device(call)), call.get("minibatches", 0)
-        if not speed or number < _LEAST_MINIBATCHES or not call.get("flops"):
-            return 0.0
-        needed = _RECOMPUTED * call["flops"] / speed
-        if 2 * needed > _seconds(call):
-            return 0.0
-        self._minibatches = max(self._minibatches, number)
-        return _seconds(call) - needed
 
     def advice(self, name: str) -> str:
         found = ""
@@ -206,7 +188,9 @@ def _slow_device(calls: Iterable[Sequence[Record]]) -> tuple[Device | None, dict
     """
     ratios: dict[str, dict[Device, list[float]]] = defaultdict(lambda: defaultdict(list))
     for peers in calls:
-        costs = {_device(e): _cost(e, peers) for e in peers if e["kind"] == "call"}
+        # seconds per unit of work, in the first unit that all peers have
+        unit = next((one for one in ("longest", "flops", "rows") if all(peer.get(one) for peer in peers)), None)
+        costs = {_device(e): _seconds(e) / (e[unit] if unit else 1) for e in peers if e["kind"] == "call"}
         for device, cost in costs.items():
             others = [other for at, other in costs.items() if at != device]
             if others and (middle := statistics.median(others)) > 0:
@@ -222,14 +206,6 @@ def _slow_device(calls: Iterable[Sequence[Record]]) -> tuple[Device | None, dict
         return None, {}
     device = max(votes, key=lambda at: (len(votes[at]), max(votes[at].values())))
     return (device, votes[device]) if 2 * len(votes[device]) >= len(different) else (None, {})
-
-
-def _cost(call: Record, peers: Sequence[Record]) -> float:
-    """Seconds per unit of work, in the first unit that all peers have."""
-    for unit in ("longest", "flops", "rows"):
-        if all(peer.get(unit) for peer in peers):
-            return _seconds(call) / call[unit]
-    return _seconds(call)
 
 
 def _device(event: Record) -> Device:

@@ -1,4 +1,4 @@
-"""The format of `events.jsonl`: what a host or the driver has recorded as one JSON object per line, and reading it.
+"""events.jsonl: events of hosts and of the driver, one JSON object per line; `EventRecorder` and `read_events`.
 
 - `run`: the devices of every pool, the groups on them, and the plan, if any; again after every change
 - `call`, `transfer`, `switch`, `stage`: one call of one group on one device, see `engines.call_events.Event`
@@ -11,16 +11,22 @@ order of `end`, except that calls which overlap the next iteration may come late
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.iterations import Incident
+from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.call_events import CallWork, Event
 from hybridflow.errors import ConfigError
+from hybridflow.tracking.report.utilization import mfu, peak_flops
 
+logger = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
 CALLS = ("call", "transfer", "switch", "stage")
 _NAMES = {
@@ -31,7 +37,7 @@ _NAMES = {
 
 
 def as_record(event: Event | Incident, step: int) -> dict[str, Any]:
-    """The JSON object of an event; figures of its work only where there are some."""
+    """The JSON object of an event; of its work only the numbers that are not zero."""
     found = {name: getattr(event, name) for name in _NAMES[type(event)]} | {"step": step}
     if isinstance(event, Event):
         found |= {name: value for name in _NAMES[CallWork] if (value := getattr(event.work, name))}
@@ -47,36 +53,130 @@ def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"there is no {path}: give the directory of a run that hf.Tracker has written.")
     *lines, half = path.read_bytes().split(b"\n")
-    found = [_event(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if half.strip():
-        found += [event for event in [_parsed(half)] if event is not None]
-    return sorted(found, key=lambda event: event.get("end", event.get("time", 0.0)))
+    found = [(line, _event(line)) for line in lines]
+    for number, (line, event) in enumerate(found, 1):
+        if event is None and line.strip():
+            raise ConfigError(f"{path}, line {number} is not an event: {line[:80]!r}. Is this a run's events.jsonl?")
+    events = [event for event in [*(event for _, event in found), _event(half)] if event is not None]
+    return sorted(events, key=lambda event: event.get("end", event.get("time", 0.0)))
 
 
-def _event(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    if (event := _parsed(line)) is None:
-        raise ConfigError(f"{path}, line {number} is not an event: {line[:80]!r}. Is this a run's events.jsonl?")
-    return event
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _event(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if _is_event(found) else None
+    kind = found.get("kind") if isinstance(found, dict) else None
+    names = ("role", "method", "pool") if kind in CALLS else ()
+    numbers = (*(("time",) if kind == "run" else ("start", "end")), *(("rank", "seq", "ready") if names else ()))
+    if not isinstance(kind, str) or not all(isinstance(found.get(name), str) for name in names):
+        return None
+    values: list[Any] = [found.get(name) for name in numbers]
+    return found if all(type(value) in (int, float) and abs(value) < 1e12 for value in values) else None
 
 
-def _is_event(found: Any) -> bool:
-    if not isinstance(found, Mapping) or not isinstance(found.get("kind"), str):
-        return False
-    times = ("time",) if found["kind"] == "run" else ("start", "end")
-    names = ("role", "method", "pool") if found["kind"] in CALLS else ()
-    numbers = (*times, "rank", "seq", "ready") if names else times
-    return all(isinstance(found.get(name), str) for name in names) and all(
-        _is_time(found.get(name)) for name in numbers
-    )
+class EventRecorder:
+    """Of one session: `take` returns the new records. Events wait in the session's `Iterations`, a bounded number."""
 
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        session.iterations.listen()
+        self._described: tuple[dict[str, list[str]], list[dict[str, Any]]] | None = None
+        self._devices: list[dict[str, Any]] = []
+        self._began = time.time()  # a run that continues has no calls between its last ones and this
+        self._ahead: int | None = None  # of the run's step before the session's iteration
+        if session.groups.keys() - {CONTROLLER}:
+            self._describe_devices()  # hosts answer between two calls
 
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e12
+    def take(
+        self, step: int, iteration: int | None = None, seconds: float = 0.0
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """The records since the last `take`, and the metrics of the `iteration` of the session, which is `step` of the
+        run and took `seconds`. Without an iteration the run has ended, and this was its last step."""
+        waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events or deque()
+        taken = [waiting.popleft() for _ in range(len(waiting))]
+        if taken and (dropped := self.session.iterations.dropped):
+            self.session.iterations.dropped, at = 0, time.time()
+            what = f"{dropped:,} older events were dropped: log at least every {len(taken):,} events"
+            logger.warning("%s.", what)
+            taken.append((taken[-1][0], Incident("note", taken[-1][1].step, what, at, at)))
+        if iteration is not None:
+            self._ahead = step - iteration
+        found = [(event, self._step(event, number)) for number, event in taken]
+        found.sort(key=lambda pair: pair[0].end)
+        own = [event for event, at in found if at == step and isinstance(event, Event)]
+        run = [] if iteration is None else self._run(step)
+        return [*run, *(as_record(event, at) for event, at in found)], self._metrics(own, seconds)
+
+    def close(self) -> None:
+        """Collect no further events."""
+        self.session.iterations.events = None
+
+    def forget(self, step: int) -> None:
+        """Drop the events of iterations after `step`, which are done again."""
+        if (events := self.session.iterations.events) is not None:
+            kept = [(n, event) for n, event in events if isinstance(event, Incident) or self._step(event, n) <= step]
+            events.clear()
+            events.extend(kept)
+
+    def _step(self, event: Event | Incident, number: int) -> int:
+        """The run's step of an event in this iteration of the session, which may have run several loops; 0: outside of
+        a loader's loop."""
+        if event.step is None and self.session.iterations.looped:
+            return 0
+        if isinstance(event, Incident) and event.step == 0:
+            return 0
+        return max(number + self._ahead, 0) if self._ahead is not None else event.step or 0
+
+    def _run(self, step: int) -> list[dict[str, Any]]:
+        """The record of devices, groups and the plan, if they have changed."""
+        session = self.session
+        groups = {name: [ranks.key for ranks in group.all_ranks] for name, group in session.groups.items()}
+        known = self._described is not None and groups == self._described[0]
+        if not known or not all(device["name"] for device in self._devices):
+            self._describe_devices()
+        now = (groups, self._devices)
+        if now == self._described:
+            return []
+        began = self._began if self._described is None else time.time()
+        self._described = now
+        roles = {
+            name: {
+                "pool": group.ranks.pool_name,
+                "ranks": list(group.ranks.members),
+                "class": group.ranks.worker_class.__name__,
+                "layout": "" if name == CONTROLLER else str(group.ranks),
+            }
+            for name, group in session.groups.items()
+        }
+        record = {"kind": "run", "step": step - 1, "time": began, "devices": self._devices, "roles": roles}
+        return [record | {"plan": self._plan()}]
+
+    def _describe_devices(self) -> None:
+        pools = [pool for pool in (*self.session.pools, self.session.controller_pool) if pool is not None]
+        self._devices = [device for pool in pools for device in pool.devices()]
+
+    def _plan(self) -> dict[str, Any] | None:
+        placement = self.session.assignment
+        if placement is None or not placement.calls:
+            return None
+        memory: dict[str, float] = {}
+        for call in placement.calls.values():
+            for device in call.devices:
+                memory[str(device)] = max(memory.get(str(device), 0.0), call.memory)
+        pools = [pool.name for pool in self.session.pools if pool.devices_of_nodes == tuple(placement.nodes)]
+        named = {f"{pools[0]}/{device}": bytes_ for device, bytes_ in memory.items()} if pools else {}
+        return {"seconds": placement.seconds, "memory": named}
+
+    def _metrics(self, events: Sequence[Event], seconds: float) -> dict[str, float]:
+        """`perf/mfu` where the peak of all devices is known."""
+        controller = self.session.controller_pool
+        devices = [one for one in self._devices if controller is None or one["pool"] != controller.name]
+        peaks = {(one["pool"], one["rank"]): peak_flops(one["name"]) for one in devices}
+        known = {key: peak for key, peak in peaks.items() if peak is not None}
+        return mfu(events, seconds, known) if known and len(known) == len(peaks) else {}
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of all pools."""
+        return sum(len(pool.hosts) for pool in self.session.pools)

@@ -1,12 +1,13 @@
-"""RunFiles: what a run directory holds, read line by line; damaged lines are counted, not fatal."""
+"""RunFiles: the files of a run directory, read line by line; damaged lines are counted, not fatal."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -41,10 +42,15 @@ class RunFiles:
         """The objects of a .jsonl file with their offsets, for `lines_at`; nothing without the file."""
         self.damaged.pop(name, None)
         for offset, text in self.raw_lines(name):
-            if (line := as_object(text)) is not None:
+            if (line := self.parsed(name, text)) is not None:
                 yield offset, line
-            elif text.strip():
-                self.damaged[name] = self.damaged.get(name, 0) + 1
+
+    def parsed(self, name: str, text: bytes) -> dict[str, Any] | None:
+        """The object of a line; counts a damaged one."""
+        line = _as_object(text)
+        if line is None and text.strip():
+            self.damaged[name] = self.damaged.get(name, 0) + 1
+        return line
 
     def raw_lines(self, name: str) -> Iterator[tuple[int, bytes]]:
         path, start = self.directory / name, 0
@@ -56,30 +62,24 @@ class RunFiles:
                 start += len(text)
 
     def lines_at(self, name: str, offsets: list[int]) -> Iterator[dict[str, Any]]:
-        """The objects at `offsets` of `placed_lines`; those of a file that was replaced since are left out."""
+        """The objects at `offsets` of `placed_lines`; lines that were replaced meanwhile are left out."""
         with (self.directory / name).open("rb") as file:
             for offset in offsets:
                 file.seek(offset)
-                if (line := as_object(file.readline())) is not None:
+                if (line := _as_object(file.readline())) is not None:
                     yield line
 
-    def config(self) -> dict[str, str]:
-        """The settings, each under its dotted name, as text."""
-        return dict(_flat("", self._document("config.yaml")))
-
-    def notes(self) -> dict[str, str]:
-        return dict(_flat("", self._document("notes.json")))
-
-    def _document(self, name: str) -> Any:
+    def values(self, name: str) -> dict[str, str]:
+        """The values of config.yaml or notes.json, each under its dotted name, as text."""
         path = self.directory / name
         try:
-            return yaml.safe_load(path.read_text()) if path.is_file() else {}
+            return dict(_flat("", yaml.safe_load(path.read_text()) if path.is_file() else {}))
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
             self.damaged[name] = 1
             return {}
 
 
-def as_object(text: bytes) -> dict[str, Any] | None:
+def _as_object(text: bytes) -> dict[str, Any] | None:
     """The JSON object of a line; None if it is not one."""
     try:
         found = _DECODER.decode(text.decode())
@@ -94,3 +94,13 @@ def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{prefix}.{name}" if prefix else str(name), inner, depth + 1)
     elif prefix:
         yield prefix, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """A finite number; not a bool."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def rounded(value: float, digits: int = 6) -> float:
+    """With this number of significant digits, which a page can show."""
+    return value if type(value) is int else float(f"{value:.{digits}g}")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
@@ -18,12 +19,11 @@ from hypothesis import strategies as st
 from hybridflow.cli import commands as cli
 from hybridflow.errors import ConfigError
 from hybridflow.tracking.report import page as pages
-from hybridflow.tracking.report.curves import curves, downsample
-from hybridflow.tracking.report.device_time import Activity, merged, overlapping, seconds, shares
-from hybridflow.tracking.report.event_summary import EventSummary
+from hybridflow.tracking.report.curves import curves, downsample, shown_samples
+from hybridflow.tracking.report.event_summary import Activity, EventSummary, covered, merged, overlapping, shares
+from hybridflow.tracking.report.limits import Limit
 from hybridflow.tracking.report.page import as_script, report_html, write_report
 from hybridflow.tracking.report.run_files import RunFiles
-from hybridflow.tracking.report.shown_samples import shown_samples
 from tests.example_runs import HOSTILE, write_run
 
 SIZES = ("bytes_in", "bytes_out", "rows", "tokens", "memory_before", "memory_after", "peak")
@@ -96,7 +96,7 @@ def test_unions_and_overlaps_equal_a_count_of_ticks(one, two, three):
     def ticks(intervals):
         return {at for start, end in intervals for at in range(start, end)}
 
-    assert seconds(one) == len(ticks(one))
+    assert covered(one, (10, 30)) == len(ticks(one) & {*range(10, 30)})
     assert all(a[1] < b[0] for a, b in zip(merged(one), merged(one)[1:]))
     count = Counter(at for intervals in (one, two, three) for at in ticks(intervals))
     assert overlapping([one, two, three]) == sum(times >= 2 for times in count.values())
@@ -190,9 +190,9 @@ def test_devices_are_in_the_order_of_their_ranks(tmp_path):
 
 def test_limits_are_asked_of_events_of_many_iterations(runs, monkeypatch):
     asked = []
-    limit = {"name": "generation", "seconds": 4.0, "share": 0.4, "advice": HOSTILE}
-    monkeypatch.setattr(pages, "limits_of", lambda events: asked.extend(events) or [limit])
-    assert data_of(report_html([runs[0]]))["runs"][0]["limits"] == [limit]
+    limit = Limit("generation", 4.0, 0.4, HOSTILE)
+    monkeypatch.setattr(pages, "find_limits", lambda events: asked.extend(events) or [limit])
+    assert data_of(report_html([runs[0]]))["runs"][0]["limits"] == [asdict(limit)]
     assert asked[0]["kind"] == "run"
     assert {event["step"] for event in asked if "step" in event} == set(range(1, 13))
 

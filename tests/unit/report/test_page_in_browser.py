@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from hybridflow.tracking.report import page as pages
+from hybridflow.tracking.report.limits import Limit
 from hybridflow.tracking.report.page import write_report
 from tests.example_runs import HOSTILE, write_run
 from tests.headless_browser import Page, find_browser, open_browser
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
 KINDS = ("call", "transfer", "wait", "switch", "stage")
-LIMITS = [{"name": "generation tail", "seconds": 4.0, "share": 0.4, "advice": f"Shorten responses. {HOSTILE}"}]
+LIMITS = [Limit("generation tail", 4.0, 0.4, f"Shorten responses. {HOSTILE}")]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def page(browser, runs, tmp_path, monkeypatch):
     """The page of two runs; whatever a test does, the console stays empty and no text of a run becomes markup."""
-    monkeypatch.setattr(pages, "limits_of", lambda events: LIMITS)
+    monkeypatch.setattr(pages, "find_limits", lambda events: LIMITS)
     browser.problems.clear()
     browser.open(write_report(*runs, tmp_path / "both.html"))
     yield browser

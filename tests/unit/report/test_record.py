@@ -12,7 +12,7 @@ import hybridflow as hf
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.engines.call_events import CallWork, Event, Stage, bytes_of, events_of, memory_used, work_of
 from hybridflow.topology import RankGrid
-from hybridflow.tracking.report.recorder import EventRecorder
+from hybridflow.tracking.report.record import EventRecorder
 
 
 def event(step: int | None, end: float, flops: float = 0.0) -> Event:

@@ -1,4 +1,4 @@
-"""StartDisplay: what a driver does before its first iteration, on the console, and how long it took the last time."""
+"""Displays on the console: StartDisplay until the first iteration is done, then RunDisplay."""
 
 from __future__ import annotations
 
@@ -6,27 +6,39 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow.tracking.kept_files import as_document
+from hybridflow.cluster import startup
+from hybridflow.tracking.kept_files import as_document, replace_file
 
 logger = logging.getLogger(__name__)
 QUIET_SECONDS = 4.0
 """On plain output a line follows after this time."""
 _MOST_RUNS = 64  # runs whose durations are kept
 _SHOWN_SECONDS = 0.05  # shorter stages get no line on a terminal once they are over
+_SHOWN = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("KL", "kl/ref", "{:.4f}"),
+    ("length", "response/length_mean", "{:.1f}"),
+    ("tokens/s", "perf/tokens_per_second", "{:,.0f}"),
+    ("drift", "actor/rollout_log_prob_diff", "{:.1e}"),
+    ("s/iteration", "time/iteration", "{:.2f}"),
+)
+_NO_STAGE = ("time/iteration", "time/total")
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass
@@ -53,23 +65,22 @@ class LastDurations:
             found = json.loads(self.path.read_text())
         except (OSError, ValueError):
             return {}
-        runs = found.items() if isinstance(found, dict) else ()
-        return {run: stages for run, stages in runs if isinstance(stages, dict) and all(map(_is_time, stages.values()))}
+
+        def are_durations(stages: Any) -> bool:
+            return isinstance(stages, dict) and all(type(s) in (int, float) and 0 <= s < 1e9 for s in stages.values())
+
+        return (
+            {run: stages for run, stages in found.items() if are_durations(stages)} if isinstance(found, dict) else {}
+        )
 
     def write(self, seconds: dict[str, float]) -> None:
         """Keep the seconds of these stages for the next start; a file that cannot be written is left out."""
         runs = self._read()
         runs[self.run] = runs.pop(self.run, {}) | {name: round(value, 2) for name, value in seconds.items()}
         try:
-            with tempfile.NamedTemporaryFile("wb", dir=self.path.parent, delete=False) as file:
-                file.write(as_document(dict(list(runs.items())[-_MOST_RUNS:])))
-            os.replace(file.name, self.path)
+            replace_file(self.path, as_document(dict(list(runs.items())[-_MOST_RUNS:])))
         except OSError as error:
             logger.debug("%s cannot be written: %s", self.path, error)
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e9
 
 
 class StartDisplay:
@@ -135,22 +146,21 @@ class StartDisplay:
             self._file.write(dict(self._done))
 
     def _before(self, name: str, form: str) -> str:
-        """The duration of the last time, if it is known and long enough to matter."""
+        """The duration of the last start, if it is known and at least half a second."""
         seconds = self._file.last.get(name, 0.0)
         return form.format(f"{seconds:.0f} s last time") if seconds >= 0.5 else ""
 
     def _keep_speaking(self) -> None:
         while not self._over.wait(max(0.1, QUIET_SECONDS - (time.monotonic() - self._spoke))):
             with self._lock:
-                if time.monotonic() - self._spoke >= QUIET_SECONDS and not self._over.is_set():
-                    self._say(self._current())
-
-    def _current(self) -> str:
-        if not self._open:
-            return "..."
-        one = self._open[-1]
-        progress = f", {one.progress}" if one.progress else ""
-        return f"{one.name}: {one.seconds:.0f} s{self._before(one.name, ', {}')}{progress}"
+                if time.monotonic() - self._spoke < QUIET_SECONDS or self._over.is_set():
+                    continue
+                text = "..."
+                if self._open:
+                    one = self._open[-1]
+                    progress = f", {one.progress}" if one.progress else ""
+                    text = f"{one.name}: {one.seconds:.0f} s{self._before(one.name, ', {}')}{progress}"
+                self._say(text)
 
     def _say(self, text: str) -> None:
         """Print a line, except on a terminal."""
@@ -158,7 +168,7 @@ class StartDisplay:
         if self._live is None:
             with suppress(OSError, ValueError):  # the output may be closed
                 line = Text(f"{self._spoke - self._start:6.1f} s  {text}")
-                self._console.print(line, soft_wrap=True, highlight=False)
+                _print_line(self._console, line)
 
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -172,3 +182,88 @@ class StartDisplay:
             if self._open and (text := self._open[-1].progress):
                 table.add_row("", Text(text, style="dim", overflow="ellipsis", no_wrap=True), "")
         return table
+
+
+class RunDisplay:
+    """Shows each iteration, with a progress bar when `total` is known. `console` defaults to standard output."""
+
+    def __init__(self, total: int | None = None, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._rewards: list[float] = []
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("iteration"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=self._console,
+        )  # fmt: skip
+        self._task = self._progress.add_task("iteration", total=total)
+
+    def iteration(self, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of one iteration, as `Tracker` writes them; missing ones are left out."""
+        startup.started()
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        if not self._console.is_terminal:
+            shown = [f"{name} {form.format(metrics[key])}" for name, key, form in _SHOWN if key in metrics]
+            line = f"step {metrics['step']:g}  " + "  ".join(shown) + f"  ({self._stages(metrics).plain})"
+            _print_line(self._console, line.removesuffix("  ()"))
+            return
+        self._progress.update(self._task, completed=int(metrics["step"]))
+        if self._live is None:
+            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live.start()
+        self._live.update(Group(self._progress, self._table(metrics), self._stages(metrics)))
+
+    def samples(self, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """A table of rows; texts are shown as they are, without markup."""
+        if not rows:
+            return
+        table = Table(title=title, title_justify="left", show_lines=False)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        for name in names:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(_short(row.get(name))) for name in names))
+        with self._console.capture() as printed:
+            self._console.print(table)
+        # another live display may be on the screen: it has replaced sys.stdout to print above itself
+        (sys.stdout if self._console.is_terminal else self._console.file).write(printed.get())
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _table(self, metrics: Mapping[str, float]) -> Table:
+        table = Table(show_edge=False, pad_edge=False, box=None)
+        values = []
+        for name, key, form in _SHOWN:
+            if key in metrics:
+                table.add_column(name, justify="right")
+                values.append(form.format(metrics[key]))
+        table.add_column("reward so far")
+        table.add_row(*values, sparkline(self._rewards[-60:]))
+        return table
+
+    def _stages(self, metrics: Mapping[str, float]) -> Text:
+        stages = [
+            f"{key.rpartition('.')[2]} {value:.2f}"
+            for key, value in metrics.items()
+            if key.startswith("time/") and key not in _NO_STAGE and key.count("/") == 1
+        ]
+        return Text("  ".join(stages), style="dim")
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One character per value, scaled from the lowest to the highest."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    span = (high - low) or 1.0
+    return "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in values)
+
+
+def _short(value: Any) -> str:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return f"{plain:.3g}" if isinstance(plain, float) else str(plain)
+
+
+def _print_line(console: Console, text: str | Text) -> None:
+    console.print(text, soft_wrap=True, highlight=False)
