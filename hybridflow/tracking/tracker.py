@@ -39,6 +39,8 @@ from hybridflow.tracking.sample_rows import loading, sample_rows, sampled
 
 logger = logging.getLogger(__name__)
 _KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
+_FEW_END = 0.05
+"""Share of responses that end by themselves, below which their rewards are doubtful."""
 _FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
 
 
@@ -108,6 +110,7 @@ class Tracker:
         self._threads, self._pending = list[LoggerThread](), deque[tuple[tuple[Metrics, ...], int]]()  # yet to write
         self._samples: list[tuple[int, str, Batch | BatchRef, Future[Tokenizer] | None]] = []
         self._step = self._resumed = self._logged = 0
+        self._warned = False
         self._last = self._start = time.perf_counter()
         self._plots: list[LivePlot] = []
         self._notes: dict[str, Any] = {}
@@ -296,6 +299,13 @@ class Tracker:
             line["perf/response_tokens_per_second"] = line["response/tokens"] / seconds
             if "prompt/tokens" in line:  # as the papers count: prompts and responses
                 line["perf/tokens_per_second"] = (line["prompt/tokens"] + line["response/tokens"]) / seconds
+        if (ended := line.get("response/finished", 1.0)) < _FEW_END and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Iteration %d: %.0f %% of the responses came to their end, the others were cut after %.0f tokens (mean). "
+                "Their rewards say little: give a larger max_tokens, or look whether the model knows its end token.",
+                *(step, 100 * ended, line.get("response/length_mean", math.nan)),
+            )
         line |= self._take_events(step, stages, line)
         # JSON has no NaN: a value that is not finite becomes null
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}

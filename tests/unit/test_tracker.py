@@ -72,6 +72,15 @@ def test_log_waits_for_the_iteration_before(tmp_path):
         tracker.log({})
 
 
+def test_responses_that_do_not_end_are_said_once(tmp_path, caplog):
+    tracker = Tracker(tmp_path, console=False)
+    for ended in (0.9, 0.01, 0.0):
+        tracker.log({"response/finished": ended, "response/length_mean": 5.0})
+    tracker.finish()
+    assert caplog.text.count("of the responses came to their end") == 1
+    assert "Iteration 2: 1 % of the responses came to their end, the others were cut after 5 tokens" in caplog.text
+
+
 def test_figures_that_are_not_finite_become_null(tmp_path):
     with Tracker(tmp_path, console=False) as tracker:
         tracker.log({"reward/mean": math.nan, "kl/ref": math.inf})
