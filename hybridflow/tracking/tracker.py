@@ -302,7 +302,7 @@ class Tracker:
         if (ended := line.get("response/finished", 1.0)) < _FEW_END and not self._warned:
             self._warned = True
             logger.warning(
-                "Iteration %d: %.0f %% of the responses came to their end, the others were cut after %.0f tokens (mean). "
+                "Iteration %d: %.0f %% of the responses came to their end, the others were cut after %.0f tokens. "
                 "Their rewards say little: give a larger max_tokens, or look whether the model knows its end token.",
                 *(step, 100 * ended, line.get("response/length_mean", math.nan)),
             )
