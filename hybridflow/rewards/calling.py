@@ -14,12 +14,13 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self
+
+from hybridflow.processes.fork_server import reason_of
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and named arguments."""
@@ -29,8 +30,6 @@ PATIENCE = 600.0
 
 GRACE = 5.0
 """Seconds (in a worker at most a limit's length) in which an event loop has to cancel its own late calls."""
-
-_LONGEST_REASON = 1000
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,6 @@ def plain(value: Any) -> Any:
     raise TypeError(
         f"a {type(value).__name__} is neither a number, a text, None, RowFailure nor a list or dict of them"
     )
-
-
-def reason_of(error: BaseException) -> str:
-    """`raised ValueError: what it says (rewards.py:12)`, not longer than a paragraph."""
-    text = str(error)
-    text = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "..."
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"raised {type(error).__name__}" + (f": {text}" if text else "") + place
 
 
 def is_async(function: Any) -> bool:

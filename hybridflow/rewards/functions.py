@@ -31,8 +31,7 @@ from hybridflow.rewards.calling import (
     name_of,
 )
 from hybridflow.rewards.function import FLOAT32_MAX, Columns, FunctionReward, Level, Table
-from hybridflow.rewards.process_pool import ProcessPool, pickled
-from hybridflow.rewards.template_process import UNSENT
+from hybridflow.rewards.process_pool import UNSENT, ProcessPool, pickled
 from hybridflow.settings import is_number
 
 Function = Callable[..., Any]
@@ -129,7 +128,7 @@ class Functions:
         if self._pool is None or self._checked:
             return
         for reward in self.rewards:
-            _ = pickled(reward.function, ", or set workers=0 without a timeout")
+            _ = pickled(reward.function, reward.name, ", or set workers=0 without a timeout")
         self._checked = True
 
     def __call__(

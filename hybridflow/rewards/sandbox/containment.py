@@ -12,13 +12,14 @@ import errno
 import os
 import platform
 import resource
-import signal
 import stat
 import struct
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
+
+from hybridflow.processes.fork_server import checked, prctl
 
 NOBODY = 65534
 DIRECTORY = "/program"  # with bubblewrap, the only place that a program can write to
@@ -36,27 +37,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-def _checked(result: int, what: str) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result
-
-
-def prctl(option: int, value: int = 0, third: Any = 0) -> None:
-    _checked(_libc.prctl(option, ctypes.c_ulong(value), third, ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl")
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which has forked it, ends; if it has already, end."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def mount_directory(file_mb: int) -> str:
     """An empty file system for one program, in a mount namespace of its own, where /proc is empty as well."""
-    _checked(_libc.unshare(_CLONE_NEWNS), "unshare")
+    checked(_libc.unshare(_CLONE_NEWNS), "unshare")
     _mount(DIRECTORY, _MS_NOSUID | _MS_NODEV, f"size={file_mb}m,nr_inodes={_INODES},mode=777")
     _mount("/proc", _MS_NOSUID | _MS_NODEV | _MS_RDONLY, "size=1m,mode=555")
     return DIRECTORY
@@ -64,7 +47,7 @@ def mount_directory(file_mb: int) -> str:
 
 def _mount(target: str, flags: int, options: str) -> None:
     arguments = (b"tmpfs", target.encode(), b"tmpfs", ctypes.c_ulong(flags), options.encode())
-    _checked(_libc.mount(*arguments), f"mount {target}")
+    checked(_libc.mount(*arguments), f"mount {target}")
 
 
 def give_up_rights(*, keep_search: bool) -> None:
@@ -77,7 +60,7 @@ def give_up_rights(*, keep_search: bool) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of capabilities 0 to 31; then of the others
     if os.getuid() == 0:
-        _checked(_libc.capget(ctypes.byref(header), ctypes.byref(sets)), "capget")
+        checked(_libc.capget(ctypes.byref(header), ctypes.byref(sets)), "capget")
         if keep_search:
             keep = next((one for one in (_DAC_READ_SEARCH, _DAC_OVERRIDE) if sets[0] >> one & 1), None)
         prctl(_PR_SET_KEEPCAPS, int(keep is not None))
@@ -89,7 +72,7 @@ def give_up_rights(*, keep_search: bool) -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     kept = 0 if keep is None else 1 << keep
     sets[:] = [kept, kept, 0, 0, 0, 0]
-    _checked(_libc.capset(ctypes.byref(header), ctypes.byref(sets)), "capset")
+    checked(_libc.capset(ctypes.byref(header), ctypes.byref(sets)), "capset")
 
 
 def limit(limits: dict[str, Any]) -> None:
@@ -245,7 +228,7 @@ def landlock_version() -> int:
 
 
 def _landlock(number: int, *arguments: Any) -> int:
-    return _checked(_libc.syscall(ctypes.c_long(number), *arguments), "landlock")
+    return checked(_libc.syscall(ctypes.c_long(number), *arguments), "landlock")
 
 
 def restrict_files(*, readable: Iterable[str], devices: Sequence[str], writable: str) -> None:

@@ -16,15 +16,14 @@ import fractions
 import importlib
 import itertools
 import json
-import os
-import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from hybridflow.processes.channel import Channel
+
 NAME = "solution"  # of the program as a module; not __main__, so its main part does not run
-_HEADER = struct.Struct("<I")
 _LARGEST = 64 << 20
 _DEEPEST = 100
 _MOST_ITEMS = 10_000  # of an iterator, which may have no end
@@ -59,44 +58,24 @@ class ProgramEnded(BaseException):
     """The program is gone: nothing that a test catches."""
 
 
-class Channel:
-    """Messages to and from the other process."""
+class ValueChannel(Channel):
+    """Messages of the tests and the program: JSON objects of up to 64 MiB."""
 
     def __init__(self, source: int, sink: int) -> None:
-        self._source, self._sink = source, sink
+        super().__init__(source, sink, _LARGEST)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Errors: ValueError for one of more than 64 MiB, BrokenPipeError when the other process is gone."""
-        data = json.dumps(message).encode()
-        if len(data) > _LARGEST:
-            raise ValueError(f"a value of {len(data) >> 20} MiB is too large to be passed on")
-        rest = memoryview(_HEADER.pack(len(data)) + data)
-        while rest:
-            rest = rest[os.write(self._sink, rest) :]
+        """Errors: ValueError for one that is too large, BrokenPipeError when the other process is gone."""
+        self.write(json.dumps(message).encode())
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other process is gone. Errors: ValueError for anything else."""
-        header = self._read(_HEADER.size)
-        (length,) = _HEADER.unpack(header) if header else (0,)
-        if length > _LARGEST:
-            raise ValueError(f"a message of {length} bytes")
-        data = self._read(length) if header else b""
-        if not data:
+        if not (data := self.read()):
             return None
         message = json.loads(data)
         if not isinstance(message, dict):
             raise ValueError("not a message")
         return message
-
-    def _read(self, length: int) -> bytes:
-        parts, left = [], length
-        while left:
-            part = os.read(self._source, min(left, 1 << 20))
-            if not part:
-                return b""
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
 
 
 class Remote:
@@ -105,7 +84,7 @@ class Remote:
     `error`: the last exception that it told, as the last line of a traceback; "" for none.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ValueChannel) -> None:
         self._channel = channel
         self._classes: dict[tuple[str, ...], type[BaseException]] = {}
         self.asked, self.ended, self.error = 0, False, ""

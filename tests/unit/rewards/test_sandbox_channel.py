@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.rewards.sandbox.containment import build_filter
-from hybridflow.rewards.sandbox.program import Channel, NotJudged, Opaque, ProgramEnded, Remote, decode, encode
+from hybridflow.rewards.sandbox.program import NotJudged, Opaque, ProgramEnded, Remote, ValueChannel, decode, encode
 
 ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -231,7 +231,7 @@ def remote():
     """A program behind a channel, and the list of answers that it gives, whatever it is asked."""
     there, back = os.pipe(), os.pipe()
     answers: list = []
-    far = Channel(there[0], back[1])
+    far = ValueChannel(there[0], back[1])
 
     def serve():
         while far.receive() is not None:
@@ -239,7 +239,7 @@ def remote():
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield Remote(Channel(back[0], there[1])), answers
+    yield Remote(ValueChannel(back[0], there[1])), answers
     os.close(there[1])
     thread.join(10)
     for end in (there[0], *back):
@@ -307,7 +307,7 @@ def test_names_that_were_not_asked_for_are_refused(remote):
 
 def test_an_ended_program_is_told():
     there, back = os.pipe(), os.pipe()
-    program = Remote(Channel(back[0], there[1]))
+    program = Remote(ValueChannel(back[0], there[1]))
     for end in (there[0], back[1]):
         os.close(end)
     with pytest.raises(ProgramEnded):

@@ -26,8 +26,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
+from hybridflow.processes.fork_server import die_with_parent, serve
 from hybridflow.rewards.sandbox import containment, judge
-from hybridflow.rewards.sandbox.program import NAME, Channel, Remote, decode, encode
+from hybridflow.rewards.sandbox.program import NAME, Remote, ValueChannel, decode, encode
 
 CHANNEL = (3, 4)
 FILE = "main.py"  # what tracebacks call the program
@@ -47,31 +48,28 @@ class Ends(NamedTuple):
 
 def main(config: dict[str, Any]) -> NoReturn:
     """Serve until the other end of the socket is closed; never returns."""
-    connection = socket.socket(fileno=config["socket"])
+    owner = socket.socket(fileno=config["socket"])
     try:
         if config["scratch"] is not None:
             containment.landlock_version()
     except OSError as error:
-        connection.send(json.dumps({"error": str(error)}).encode())
+        owner.send(json.dumps(str(error)).encode())
         os._exit(1)
     # Programs may import what is installed beside hybridflow, but not from the directory of its sources.
     sys.path[:] = [*(path for path in sys.path if path != config["root"]), *config["packages"]]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by themselves; the kernel buries them
     gc.collect()
     gc.freeze()
-    connection.send(b"{}")
+    owner.send(json.dumps("").encode())
     me = os.getpid()
-    while True:
-        request, ends, _, _ = socket.recv_fds(connection, 1 << 16, 16)
-        if not request:
-            _remove(config["scratch"])
-            os._exit(0)
-        if os.fork() == 0:
-            with _never_back(ends[0]):
-                connection.close()
-                _supervise(config, json.loads(request), Ends(*ends[:5], channel=tuple(ends[5:])), me)
-        for end in ends:
-            os.close(end)
+
+    def run(limits: dict[str, Any], ends: list[int]) -> None:
+        with _never_back(ends[0]):
+            _supervise(config, limits, Ends(*ends[:5], channel=tuple(ends[5:])), me)
+
+    serve(owner, run, answers=False)
+    _remove(config["scratch"])
+    os._exit(0)
 
 
 def _remove(scratch: str | None) -> None:
@@ -154,7 +152,7 @@ def _become_program(
         containment.restrict_files(readable=readable, devices=config["devices"], writable=directory)
     os.chdir(directory)
     containment.give_up_rights(keep_search=scratch is not None and config["search"])
-    containment.die_with_parent(parent)
+    die_with_parent(parent)
     containment.limit(limits)
     containment.filter_calls(metadata=scratch is None)
     _run(job, directory)
@@ -208,14 +206,14 @@ def _run(job: dict[str, Any], directory: str) -> NoReturn:
     if job["kind"] == "judge":
         _end(lambda: os.write(verdict, json.dumps(_judge(job)).encode()))
     if job["kind"] == "serve":
-        _end(lambda: _serve(job["program"], Channel(*CHANNEL)))
+        _end(lambda: _serve(job["program"], ValueChannel(*CHANNEL)))
     _end(lambda: _load(job["program"], "__main__"))
 
 
 def _judge(job: dict[str, Any]) -> dict[str, Any]:
     beside = job.get("program")
     if beside is None:
-        return judge.run(job, Remote(Channel(*CHANNEL)))
+        return judge.run(job, Remote(ValueChannel(*CHANNEL)))
     return judge.run(job, Local(lambda: vars(_load(beside, NAME))))
 
 
@@ -264,7 +262,7 @@ def _load(source: str, name: str) -> types.ModuleType:
     return module
 
 
-def _serve(source: str, channel: Channel) -> None:
+def _serve(source: str, channel: ValueChannel) -> None:
     """Load the program, and call its functions as the tests ask until they are through."""
     names, failure = {}, None
     try:
