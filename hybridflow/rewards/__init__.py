@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.rewards.calling import Outcome as Outcome
-    from hybridflow.rewards.calling import RowFailure as RowFailure
     from hybridflow.rewards.code import Code as Code
+    from hybridflow.rewards.function_adapters import RowFailure as RowFailure
+    from hybridflow.rewards.function_adapters import from_compute_score as from_compute_score
+    from hybridflow.rewards.function_adapters import per_row as per_row
     from hybridflow.rewards.functions import Functions as Functions
     from hybridflow.rewards.functions import Scores as Scores
     from hybridflow.rewards.match import Exact as Exact
@@ -19,18 +20,16 @@ if TYPE_CHECKING:
     from hybridflow.rewards.match import Overlong as Overlong
     from hybridflow.rewards.match import Regex as Regex
     from hybridflow.rewards.math import Math as Math
+    from hybridflow.rewards.process_pool import Outcome as Outcome
     from hybridflow.rewards.process_pool import ProcessPool as ProcessPool
-    from hybridflow.rewards.row_function import from_compute_score as from_compute_score
-    from hybridflow.rewards.row_function import per_row as per_row
 
 _WHERE = {
-    "calling": ("Outcome", "RowFailure"),
+    "function_adapters": ("RowFailure", "from_compute_score", "per_row"),
     "code": ("Code",),
     "functions": ("Functions", "Scores"),
     "match": ("Exact", "Numeric", "Overlong", "Regex"),
     "math": ("Math",),
-    "process_pool": ("ProcessPool",),
-    "row_function": ("from_compute_score", "per_row"),
+    "process_pool": ("Outcome", "ProcessPool"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [*_MODULE_OF]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import os
 import pickle
 import socket
@@ -17,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -26,14 +28,33 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.processes.channel import LARGEST_MESSAGE, Channel
 from hybridflow.processes.fork_server import reason_of
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
-from hybridflow.rewards.calling import Call, Outcome, name_of, plain, settled
+from hybridflow.rewards.function_adapters import Breakdown, RowFailure, name_of, settled
 from hybridflow.settings import is_number
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and named arguments."""
 
 NOT_BEGUN = "was not begun: too many others failed"
 UNSENT = "answered with what cannot be sent back"
 
 _RESTARTS = 3
 _LOST = "ended when something killed the template process of the workers"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one call in a worker process: its `value`, or the `failure` that it ended with.
+
+    A failure is a reason in words that follow the name of the function: "took longer than 5 s", "died with SIGSEGV",
+    "raised ValueError: ...".
+    """
+
+    value: Any = None
+    failure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
 
 
 class ProcessPool:
@@ -225,6 +246,31 @@ def answer_calls(function: Callable[..., Any], memory_mb: float | None, connecti
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the function closed it
                 stream.flush()
+
+
+def plain(value: Any) -> Any:
+    """The answer as plain data: arrays as lists, numbers of any type as Python's.
+
+    Errors: TypeError for anything but a number, a text, None, RowFailure or a list, tuple, set or dict of them.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, RowFailure):
+        return (Breakdown if isinstance(value, Breakdown) else RowFailure)(str(value.reason))
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(map(plain, value))
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(
+        f"a {type(value).__name__} is neither a number, a text, None, RowFailure nor a list or dict of them"
+    )
 
 
 def pickled(function: Any, name: str, otherwise: str = "") -> bytes:

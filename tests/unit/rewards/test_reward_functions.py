@@ -22,8 +22,8 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import Functions, Overlong, RowFailure, from_compute_score, per_row
 from hybridflow.rewards import functions as reward_functions
-from hybridflow.rewards.calling import CallLimit, name_of
-from hybridflow.rewards.functions import weighted_sum
+from hybridflow.rewards.function_adapters import name_of
+from hybridflow.rewards.functions import CallLimit, weighted_sum
 from tests import example_rewards as examples
 from tests.example_rewards import (
     blocks_on_three,
