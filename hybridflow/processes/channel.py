@@ -23,7 +23,8 @@ class Channel:
     """Messages that are read from the descriptor `source` and written to `sink`, of up to `largest` bytes."""
 
     def __init__(self, source: int, sink: int, largest: int = LARGEST_MESSAGE) -> None:
-        self._source, self._sink, self._largest = source, sink, largest
+        self._reader = open(source, "rb", closefd=False)  # noqa: SIM115
+        self._sink, self._largest = sink, largest
 
     def write(self, message: bytes) -> None:
         """Errors: ValueError for one that is too large, BrokenPipeError when the other end is closed."""
@@ -35,19 +36,14 @@ class Channel:
 
     def read(self) -> bytes | None:
         """The next message; None when the other end is closed. Errors: ValueError for one that is too large."""
-        header = self._exactly(_LENGTH.size)
-        (length,) = _LENGTH.unpack(header) if header is not None else (0,)
+        header = self._reader.read(_LENGTH.size)
+        if len(header) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(header)
         if length > self._largest:
             raise ValueError(f"a message of {length} bytes")
-        return None if header is None else self._exactly(length)
-
-    def _exactly(self, count: int) -> bytes | None:
-        found = bytearray()
-        while len(found) < count:
-            if not (piece := os.read(self._source, min(count - len(found), 1 << 20))):
-                return None
-            found += piece
-        return bytes(found)
+        message = self._reader.read(length)
+        return message if len(message) == length else None
 
 
 class Incoming:

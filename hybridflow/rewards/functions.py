@@ -19,6 +19,7 @@ import torch
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError, nearest
+from hybridflow.processes.fork_server import reason_of
 from hybridflow.rewards.function_adapters import Breakdown, RowFailure, Rows, innermost, layers, name_of, scores_of
 from hybridflow.rewards.function_reward import (
     FLOAT32_MAX,
@@ -327,13 +328,13 @@ def _column_name(function: Any) -> str:
 
 
 class CallLimit:
-    """Interrupts late calls in this process, by a signal, and again every second.
+    """Interrupts late calls in this process, by a signal, and again every second; tells interrupts by the user apart.
 
     Without effect off the main thread, the only one that Python interrupts, and while a C function runs.
     """
 
     def __init__(self) -> None:
-        self._due, self._over = math.inf, threading.Event()
+        self._due, self._over, self._stopped = math.inf, threading.Event(), False
         self._watching = threading.Thread(target=self._watch, name="reward-limit", daemon=True)
         self._main = threading.current_thread() is threading.main_thread()
 
@@ -349,10 +350,17 @@ class CallLimit:
             if error.limit is not self:
                 raise
             return Breakdown(f"took longer than {seconds:g} s (timeout= sets another limit)", error)
+        except KeyboardInterrupt as error:
+            if self._stopped:
+                raise
+            return Breakdown(reason_of(error), error)  # the function's own
 
     def __enter__(self) -> Self:
         if self._main:
             self._before = signal.signal(signal.SIGVTALRM, self._interrupt)
+            self._stop = signal.getsignal(signal.SIGINT)
+            if callable(self._stop):
+                signal.signal(signal.SIGINT, self._stopping)
             self._watching.start()
         return self
 
@@ -361,6 +369,13 @@ class CallLimit:
             self._over.set()
             self._watching.join()
             signal.signal(signal.SIGVTALRM, self._before)
+            if callable(self._stop):
+                signal.signal(signal.SIGINT, self._stop)
+
+    def _stopping(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = True
+        assert callable(self._stop)
+        self._stop(number, frame)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() >= self._due:

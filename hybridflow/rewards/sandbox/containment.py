@@ -12,6 +12,7 @@ import errno
 import os
 import platform
 import resource
+import secrets
 import stat
 import struct
 import time
@@ -30,7 +31,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 1, 4, 8
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 24, 38, 2
 _CAPABILITY_VERSION, _DAC_OVERRIDE, _DAC_READ_SEARCH = 0x20080522, 1, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's calls, the same on every machine
-_THREADS, _INODES = 32, 4096
+_THREADS, _INODES, _DEEPEST = 32, 4096, 64
 _STACK, _OPEN_FILES = 64 << 20, 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -108,7 +109,7 @@ _NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _AUDIT_MACHINE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LAST_KNOWN = 469  # calls that came to Linux later answer "not implemented" until somebody has looked at them
-_CLONE_THREAD, _CLONE_NEW_ANY = 0x00010000, 0x7E020000
+_CLONE_THREAD, _CLONE_FILES, _CLONE_NEW_ANY = 0x00010000, 0x00000400, 0x7E020000
 _O_ACCMODE, _O_TRUNC = 3, 0o1000
 
 # Numbers of refused calls on x86_64 and on aarch64; those from 424 on are the same on both.
@@ -126,6 +127,8 @@ _REFUSED = (
     ((68, 69, 70, 71, 240, 241), (186, 189, 188, 187, 180, 181)),
     # memfd_create, add_key, request_key, keyctl: not counted for any process
     ((319, 248, 249, 250), (279, 217, 218, 219)),
+    # sendmsg, sendmmsg: deleted files whose descriptors are under way in a socketpair are in no table of a process
+    ((46, 307), (211, 269)),
     # bpf, perf_event_open, userfaultfd, fanotify_init, reboot, kexec, modules
     ((321, 298, 323, 300, 169, 246, 320, 175, 313, 176), (280, 241, 282, 262, 142, 104, 294, 105, 273, 106)),
     # swap, acct, quotactl, syslog, clocks, names of the host
@@ -147,6 +150,14 @@ _CLONE, _CLONE3, _OPENAT2 = {"x86_64": 56, "aarch64": 220}, 435, 437
 _FORKS = {"x86_64": (57, 58), "aarch64": ()}
 _SIGNALS = {"x86_64": (62, 234), "aarch64": (129, 131)}  # kill, tgkill
 _PRLIMIT, _PRCTL = {"x86_64": 302, "aarch64": 261}, {"x86_64": 157, "aarch64": 167}
+# What may be asked of a file descriptor: nothing by which it names an owner, or a signal to be sent.
+_FCNTL, _IOCTL = {"x86_64": 72, "aarch64": 25}, {"x86_64": 16, "aarch64": 29}
+_F_SETFL, _O_ASYNC = 4, 0o20000
+# Duplicates, flags, locks, sizes of pipes, seals, hints.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034, 1035, 1036, 1037, 1038)
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2
+_IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
+_CLOSE_RANGE, _UNSHARE = 436, 2
 _FALLOCATE = {"x86_64": 285, "aarch64": 47}
 _OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}  # number, and which argument has the flags
 
@@ -175,8 +186,18 @@ def build_filter(machine: str, *, own_pid: int, metadata: bool) -> bytes:
         code += _answer_if(_EQUAL, number, errno.ENOSYS)
     for number in _FORKS[machine]:
         code += _answer_if(_EQUAL, number, errno.EAGAIN)
-    thread = [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _step(_RETURN, _ERROR | errno.EAGAIN)]
+    # Threads only, which share one table of descriptors: files that are only in another one are not counted.
+    thread = [
+        part
+        for bit in (_CLONE_THREAD, _CLONE_FILES)
+        for part in (_step(_ANY_BIT, bit, 1, 0), _step(_RETURN, _ERROR | errno.EAGAIN))
+    ]
     code += _when(_CLONE[machine], 0, [*_answer_if(_ANY_BIT, _CLONE_NEW_ANY, errno.EPERM), *thread])
+    code += _when(_CLOSE_RANGE, 2, _answer_if(_ANY_BIT, _UNSHARE, errno.EPERM))
+    flags = [_load(2), *_answer_if(_ANY_BIT, _O_ASYNC, errno.EPERM), _step(_RETURN, _ALLOW)]
+    setting = [_step(_EQUAL, _F_SETFL, 0, len(flags)), *flags]
+    code += _when(_FCNTL[machine], 1, [*setting, *_answer_unless(*_FCNTL_COMMANDS)])
+    code += _when(_IOCTL[machine], 1, _answer_unless(*_IOCTL_COMMANDS))
     code += _when(_PRCTL[machine], 0, _answer_if(_EQUAL, _PR_SET_PDEATHSIG, errno.EPERM))
     code += _when(_PRLIMIT[machine], 0, _answer_unless(0))
     for number in _SIGNALS[machine]:
@@ -198,13 +219,20 @@ def _answer_if(test: int, value: int, error: int) -> list[bytes]:
     return [_step(test, value, 0, 1), _step(_RETURN, _ERROR | error)]
 
 
-def _answer_unless(value: int) -> list[bytes]:
-    return [_step(_EQUAL, value, 1, 0), _step(_RETURN, _ERROR | errno.EPERM)]
+def _answer_unless(*values: int) -> list[bytes]:
+    """Answer EPERM where the loaded word is not one of the values."""
+    tests = [_step(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    return [*tests, _step(_RETURN, _ERROR | errno.EPERM)]
+
+
+def _load(argument: int) -> bytes:
+    """The low word of an argument of the call."""
+    return _step(_LOAD, _ARGUMENTS + 8 * argument)
 
 
 def _when(number: int, argument: int, body: list[bytes]) -> list[bytes]:
     """Where the call is `number`: load the low word of an argument, run `body`, and allow what it did not answer."""
-    inner = [_step(_LOAD, _ARGUMENTS + 8 * argument), *body, _step(_RETURN, _ALLOW)]
+    inner = [_load(argument), *body, _step(_RETURN, _ALLOW)]
     return [_step(_EQUAL, number, 0, len(inner)), *inner]
 
 
@@ -254,12 +282,34 @@ def restrict_files(*, readable: Iterable[str], devices: Sequence[str], writable:
     os.close(handle)
 
 
+def remove_tree(top: str) -> None:
+    """Remove a directory, whatever is in it, by no recursion: what is in a directory below it is moved up first.
+
+    Nothing in it may run any more. What cannot be removed stays.
+    """
+    name, moved, before = os.path.join(top, secrets.token_hex(8)), 0, None
+    with suppress(OSError):  # it is gone, or beyond reach
+        while (entries := list(os.scandir(top))) and before != (before := {entry.name for entry in entries}):
+            for entry in entries:
+                with suppress(OSError):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    os.chmod(entry.path, 0o700)  # the program may have closed it
+                    for inner in list(os.scandir(entry.path)):
+                        if inner.is_dir(follow_symlinks=False):
+                            os.chmod(inner.path, 0o700)  # else it cannot be moved
+                        os.rename(inner.path, f"{name}{(moved := moved + 1)}")
+                    os.rmdir(entry.path)
+        os.rmdir(top)
+
+
 class Usage:
     """Usage without a kernel limit, measured from outside: threads, and files where no file system bounds them.
 
     `exceeded` measures, every `pause` seconds. Files count with the blocks that they occupy, once for all their names;
-    deleted ones while the process has them open or mapped, but for `not_counted`. What cannot be measured (a directory
-    closed to its owner, or nested beyond reach, more than 4096 entries) counts as exceeded. Beyond `most` bytes a
+    deleted ones while the process has them open or mapped, except `not_counted`. What cannot be measured (a directory
+    closed to its owner, or more than 64 deep, more than 4096 entries) counts as exceeded. Beyond `most` bytes a
     program writes at most its rate of writing times `pause`, plus what is written until a busy machine lets the
     measuring process run. As root, this process sees deleted files only with CAP_SYS_PTRACE; unseen ones are bounded by
     the limits on open files and on the size of each.
@@ -285,9 +335,9 @@ class Usage:
 
     def _named(self, top: str) -> dict[int, int]:
         found: dict[int, int] = {}
-        entries, left = 0, [top]
+        entries, left = 0, [(top, 0)]
         while left:
-            directory = left.pop()
+            directory, depth = left.pop()
             try:
                 with os.scandir(directory) as inside:
                     for entry in inside:
@@ -295,27 +345,36 @@ class Usage:
                         with suppress(FileNotFoundError):
                             found[entry.inode()] = entry.stat(follow_symlinks=False).st_blocks * 512
                             if entry.is_dir(follow_symlinks=False):
-                                left.append(entry.path)
+                                left.append((entry.path, depth + 1))
             except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
                 continue
             except OSError:
                 return {0: self._most + 1}
-            if entries > _INODES or len(directory) > 2048:  # beyond 4096 characters the kernel does not find a path
+            if entries > _INODES or depth > _DEEPEST or len(directory) > 2048:  # of 4096 that a path may have
                 return {0: self._most + 1}
         return found
 
     def _deleted(self) -> dict[int, int]:
+        """Of the first thread that has not ended: all share one table of descriptors and one memory.
+
+        A file that is mapped only counts with the most that a file can have.
+        """
         found: dict[int, int] = {}
         with suppress(OSError):
-            for name in os.listdir(f"/proc/{self._process}/fd"):
-                with suppress(OSError):
-                    file = os.stat(f"/proc/{self._process}/fd/{name}")
-                    if stat.S_ISREG(file.st_mode) and not file.st_nlink and file.st_ino not in self._not_counted:
-                        found[file.st_ino] = file.st_blocks * 512
-            with open(f"/proc/{self._process}/maps", encoding="utf-8", errors="replace") as maps:
-                for line in maps:
-                    parts = line.rstrip("\n").split(maxsplit=5)
-                    if len(parts) == 6 and parts[1][3] == "s" and parts[5].endswith(" (deleted)"):
-                        first, last = (int(end, 16) for end in parts[0].split("-"))
-                        found.setdefault(int(parts[4]), last - first)
+            for thread in os.listdir(f"/proc/{self._process}/task"):
+                place = f"/proc/{self._process}/task/{thread}"
+                with open(f"{place}/maps", encoding="utf-8", errors="replace") as maps:
+                    lines = maps.read().splitlines()
+                for line in lines:
+                    parts = line.split(maxsplit=5)
+                    own = len(parts) == 6 and parts[5].startswith(f"{self._directory}/")
+                    if own and parts[5].endswith(" (deleted)"):
+                        found[int(parts[4])] = self._most
+                for name in os.listdir(f"{place}/fd"):
+                    with suppress(OSError):
+                        file = os.stat(f"{place}/fd/{name}")
+                        if stat.S_ISREG(file.st_mode) and not file.st_nlink and file.st_ino not in self._not_counted:
+                            found[file.st_ino] = file.st_blocks * 512
+                if lines:
+                    break
         return found

@@ -15,7 +15,6 @@ import json
 import linecache
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hybridflow.processes.fork_server import die_with_parent, serve
 from hybridflow.rewards.sandbox import containment, judge
-from hybridflow.rewards.sandbox.program import NAME, Remote, ValueChannel, decode, encode
+from hybridflow.rewards.sandbox.program import NAME, Remote, ValueChannel, decode, encode, take_objects
 
 CHANNEL = (3, 4)
 FILE = "main.py"  # what tracebacks call the program
@@ -102,7 +101,7 @@ def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: Ends, paren
         cpu, seconds = used.ru_utime + used.ru_stime, time.monotonic() - start
     finally:
         if scratch is not None:
-            _empty(scratch)
+            containment.remove_tree(scratch)
     _tell(ends.control, end=end, exit=status, cpu=cpu, seconds=seconds)
 
 
@@ -124,15 +123,6 @@ def _wait(child: int, control: int, seconds: float, used: containment.Usage, par
     if end != "exit":
         os.kill(child, signal.SIGKILL)
     return end
-
-
-def _empty(directory: str) -> None:
-    for top, names, _ in os.walk(directory):
-        for path in (os.path.join(top, name) for name in names):
-            with suppress(OSError):  # beyond reach
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)  # the program may have closed it
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _become_program(
@@ -265,6 +255,7 @@ def _load(source: str, name: str) -> types.ModuleType:
 def _serve(source: str, channel: ValueChannel) -> None:
     """Load the program, and call its functions as the tests ask until they are through."""
     names, failure = {}, None
+    take_objects(lambda name: find(names, name))
     try:
         names = vars(_load(source, NAME))
     except Exception as error:  # the program's, told to the tests when they ask for its names

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, get_args
 
 from hybridflow.errors import ConfigError, RewardError, nearest
 from hybridflow.processes.supervisor import ONE_THREAD, ServerProcess
-from hybridflow.rewards.sandbox.containment import DIRECTORY, EMPTY
+from hybridflow.rewards.sandbox.containment import DIRECTORY, EMPTY, remove_tree
 from hybridflow.rewards.sandbox.run import CodeResult, Limits, Result, Run, judgement
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Sandbox:
         """End the fork server, and with it whatever still runs."""
         self._server.close()
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove_tree(self._scratch)
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +135,7 @@ class Sandbox:
             self._server = ServerProcess(command, environment=_ENVIRONMENT | ONE_THREAD, seconds=60.0, directory="/")
         except OSError as error:
             if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
+                remove_tree(self._scratch)
             raise RewardError(f"The sandbox does not start: {error}") from None
 
     def _launch(self, limits: Limits, ends: list[int]) -> None:
