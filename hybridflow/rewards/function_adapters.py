@@ -88,9 +88,10 @@ def scores_of(functions: Sequence[BoundFunction], seconds: float, index: int, ro
 class TRLFunction(BoundFunction):
     """`f(prompts, completions, **columns) -> list`, called by keyword with all rows.
 
-    It gets prompts, completions and completion_ids where it names them (all of them with `**kwargs`), and the columns
-    that it names, with `**kwargs` all, unless a callable object lists them in an attribute `reads`. Errors: ConfigError
-    when it cannot be called with completions, or with the columns that its `reads` lists.
+    It gets prompts, completions and completion_ids where it names them (all of them with `**kwargs`). Where a prompt is
+    a list of chat messages, the completion is one too: `[{"role": "assistant", "content": text}]`. Values given to
+    TRL's `log_extra` and `log_metric` are dropped; there is no `trainer_state`. Errors: ConfigError when it cannot be
+    called with completions, or with the columns that its `reads` lists.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -41,13 +41,8 @@ class Table:
 class FunctionReward:
     """A reward function, with a check of everything that it returns.
 
-    It is called by keyword with all rows, as in TRL, and gets prompts, completions and completion_ids where it names
-    them (all of them with `**kwargs`). Where a prompt is a list of chat messages, the completion is one too:
-    `[{"role": "assistant", "content": text}]`. Values given to TRL's `log_extra` and `log_metric` are dropped; there is
-    no `trainer_state`. Functions with another signature are wrapped: `per_row(f)`, `from_compute_score(f)`. It may be
-    `async def`; the rows of an async function in `per_row` run at the same time.
-
-    Of the batch's other columns it gets those that its signature names, as lists of plain Python values; with
+    For functions as in TRL see `TRLFunction`; others are wrapped: `per_row(f)`, `from_compute_score(f)`. It may be
+    `async def`. Of the batch's columns it gets those that its signature names, as lists of plain Python values; with
     `**kwargs` all that came with the prompts (those that hybridflow writes, like log_probs, only by name), unless a
     callable object lists them in an attribute `reads`. A column that only has a default may be missing. True and False
     count as 1 and 0; None: the function does not apply to the row; RowFailure(reason): the row could not be judged. At
