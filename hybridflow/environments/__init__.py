@@ -13,13 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.environments.interpreter import process as process
-    from hybridflow.environments.mcp_tools import mcp as mcp
-    from hybridflow.environments.packages import gymnasium as gymnasium
-    from hybridflow.environments.packages import openenv as openenv
-    from hybridflow.environments.packages import reasoning_gym as reasoning_gym
-    from hybridflow.environments.packages import skyrl_gym as skyrl_gym
-    from hybridflow.environments.packages import textarena as textarena
+    from hybridflow.environments.interpreter import process  # noqa: F401
+    from hybridflow.environments.mcp_tools import mcp  # noqa: F401
+    from hybridflow.environments.packages import gymnasium, openenv, reasoning_gym, skyrl_gym, textarena  # noqa: F401
 
 _WHERE = {
     "interpreter": ("process",),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any, Literal, Self
 
@@ -34,10 +35,11 @@ from hybridflow.rewards.function_reward import (
     Value,
 )
 from hybridflow.rewards.process_pool import NOT_BEGUN, Outcome, ProcessPool, pickled
-from hybridflow.settings import is_number
+from hybridflow.settings import is_number, require
 
 Function = Callable[..., Any]
 OnFailure = Literal["raise", "zero", "mask"]
+LEVELS, ON_FAILURE = ("sample", "token"), ("raise", "zero", "mask")
 PATIENCE = 600.0
 """Seconds that a call may take where no `timeout` is given."""
 GRACE = 5.0
@@ -90,14 +92,14 @@ class Functions:
         on_failure: OnFailure = "raise",
         column: str = "rewards",
     ) -> None:
-        _choose("level", level, ("sample", "token"))
-        _choose("on_failure", on_failure, ("raise", "zero", "mask"))
-        if type(workers) is not int or workers < 0:
-            raise ConfigError(
-                f"reward functions: workers={workers!r} must be a whole number: of worker processes, or 0 for none."
-            )
-        if timeout is not None and not (is_number(timeout) and timeout > 0):
-            raise ConfigError(f"reward functions: timeout={timeout!r} must be a number of seconds above 0.")
+        for name, value, known in (("level", level, LEVELS), ("on_failure", on_failure, ON_FAILURE)):
+            choices = ", ".join(map(repr, known))
+            require(value in known, f"reward functions: {name}={value!r} must be one of {choices}.")
+        good = type(workers) is int and workers >= 0
+        what = f"reward functions: workers={workers!r} must be a whole number: of worker processes, or 0 for none."
+        require(good, what)
+        good = timeout is None or (is_number(timeout) and timeout > 0)
+        require(good, f"reward functions: timeout={timeout!r} must be a number of seconds above 0.")
         by_name = named(functions)
         self.names = tuple(by_name)
         self.weights = weights_of(weights, self.names)
@@ -259,11 +261,6 @@ def _number(answer: Answer, part: str) -> float:
     return math.nan if value is None else sum(value) if isinstance(value, list) else value
 
 
-def _choose(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"reward functions: {name}={value!r} must be one of {', '.join(map(repr, known))}.")
-
-
 def weighted_sum(values: Sequence[float | list[float] | None], weights: Sequence[float]) -> float | list[float] | None:
     """Sum of weight * value over the functions whose value for the row is not None; None when no function applies.
 
@@ -285,22 +282,17 @@ def named(functions: Any) -> dict[str, Any]:
     Errors: ConfigError without any function.
     """
     if isinstance(functions, Mapping):
-        if bad := [name for name in functions if not isinstance(name, str) or not name]:
-            raise ConfigError(f"reward functions are named by texts that are not empty, got {bad[0]!r}.")
+        bad = [name for name in functions if not isinstance(name, str) or not name]
+        require(not bad, f"reward functions are named by texts that are not empty, got {bad[:1]}.")
         given = list(functions.items())
     else:
         several = functions if isinstance(functions, list | tuple) else [functions]
         given = [(_column_name(function), function) for function in several]
-    if not given:
-        raise ConfigError("there is no reward function in the list: give at least one.")
+    require(bool(given), "there is no reward function in the list: give at least one.")
     out: dict[str, Any] = {}
     for name, function in given:
-        number = 1
-        unique = name
-        while unique in out:
-            number += 1
-            unique = f"{name}_{number}"
-        out[unique] = function
+        others = (f"{name}_{number}" for number in count(2))
+        out[name if name not in out else next(other for other in others if other not in out)] = function
     return out
 
 
@@ -312,10 +304,10 @@ def weights_of(weights: Sequence[float] | Mapping[str, float] | None, names: Seq
         if unknown := [name for name in weights if name not in names]:
             raise ConfigError(f"weights: there is no reward function {unknown[0]!r}.{nearest(str(unknown[0]), names)}")
         weights = [weights.get(name, 1.0) for name in names]
-    if isinstance(weights, str) or not isinstance(weights, Sequence) or len(weights) != len(names):
-        raise ConfigError(f"weights={weights!r}: give one per reward function ({', '.join(names)}), or a mapping.")
-    if bad := [weight for weight in weights if not is_number(weight)]:
-        raise ConfigError(f"weights: {bad[0]!r} is not a finite number.")
+    good = not isinstance(weights, str) and isinstance(weights, Sequence) and len(weights) == len(names)
+    require(good, f"weights={weights!r}: give one per reward function ({', '.join(names)}), or a mapping.")
+    bad = [weight for weight in weights if not is_number(weight)]
+    require(not bad, f"weights: {bad[:1]} is not a finite number.")
     return [float(weight) for weight in weights]
 
 
@@ -357,10 +349,8 @@ class CallLimit:
 
     def __enter__(self) -> Self:
         if self._main:
-            self._before = signal.signal(signal.SIGVTALRM, self._interrupt)
-            self._stop = signal.getsignal(signal.SIGINT)
-            if callable(self._stop):
-                signal.signal(signal.SIGINT, self._stopping)
+            ours = (signal.SIGVTALRM, *([signal.SIGINT] if callable(signal.getsignal(signal.SIGINT)) else []))
+            self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in ours}
             self._watching.start()
         return self
 
@@ -368,20 +358,15 @@ class CallLimit:
         if self._main:
             self._over.set()
             self._watching.join()
-            signal.signal(signal.SIGVTALRM, self._before)
-            if callable(self._stop):
-                signal.signal(signal.SIGINT, self._stop)
+            for number, before in self._before.items():
+                signal.signal(number, before)
 
-    def _stopping(self, number: int, frame: FrameType | None) -> None:
-        self._stopped = True
-        assert callable(self._stop)
-        self._stop(number, frame)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() >= self._due:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._stopped |= number == signal.SIGINT
+        if number == signal.SIGVTALRM and time.monotonic() >= self._due:
             raise LateCallError(self)
-        if callable(self._before):  # it is meant for a limit around this one
-            self._before(number, frame)
+        if callable(before := self._before[number]):  # of the user, or of a limit around this one
+            before(number, frame)
 
     def _watch(self) -> None:
         pause = 0.0

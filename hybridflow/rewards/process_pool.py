@@ -29,7 +29,7 @@ from hybridflow.processes.channel import LARGEST_MESSAGE, Channel
 from hybridflow.processes.fork_server import reason_of
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
 from hybridflow.rewards.function_adapters import Breakdown, RowFailure, name_of, settled
-from hybridflow.settings import is_number
+from hybridflow.settings import is_number, require
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and named arguments."""
@@ -75,11 +75,11 @@ class ProcessPool:
     def __init__(
         self, function: Callable[..., Any], workers: int, *, seconds: float, memory_mb: float | None = None
     ) -> None:
-        if type(workers) is not int or workers < 1:
-            raise ConfigError(f"ProcessPool(workers={workers!r}): give a whole number of at least 1.")
-        for name, value in (("seconds", seconds), ("memory_mb", memory_mb)):
-            if not _positive(value) and (name == "seconds" or value is not None):
-                raise ConfigError(f"ProcessPool({name}={value!r}): give a number above 0.")
+        good = type(workers) is int and workers >= 1
+        require(good, f"ProcessPool(workers={workers!r}): give a whole number of at least 1.")
+        require(_positive(seconds), f"ProcessPool(seconds={seconds!r}): give a number above 0.")
+        good = memory_mb is None or _positive(memory_mb)
+        require(good, f"ProcessPool(memory_mb={memory_mb!r}): give a number above 0.")
         self.function, self.workers, self.seconds, self.memory_mb = function, workers, seconds, memory_mb
         self._reset()
 
@@ -99,8 +99,8 @@ class ProcessPool:
         """
         given = self.seconds if seconds is None else seconds
         limits = [given] * len(calls) if isinstance(given, int | float) else list(given)
-        if len(limits) != len(calls) or not all(map(_positive, limits)):
-            raise ConfigError(f"ProcessPool.map(seconds={seconds!r}): give one number above 0, or one per call.")
+        good = len(limits) == len(calls) and all(map(_positive, limits))
+        require(good, f"ProcessPool.map(seconds={seconds!r}): give one number above 0, or one per call.")
         if not calls:
             return []
         self._check_process()

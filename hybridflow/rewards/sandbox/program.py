@@ -306,18 +306,8 @@ def _running(value: Any, items: Callable[[Any], list[Any]]) -> Any:
 def _plain_types() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")
     arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
-    return (
-        str,
-        int,
-        float,
-        *_LISTED,
-        *_MAPPED,
-        *_BYTES,
-        *_MADE_FROM,
-        types.GeneratorType,
-        types.CoroutineType,
-        *arrays,
-    )
+    running = (types.GeneratorType, types.CoroutineType)
+    return (str, int, float, *_LISTED, *_MAPPED, *_BYTES, *_MADE_FROM, *running, *arrays)
 
 
 async def _wait(awaitable: Any) -> Any:

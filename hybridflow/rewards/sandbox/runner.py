@@ -23,7 +23,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from hybridflow.processes.fork_server import die_with_parent, serve
 from hybridflow.rewards.sandbox import containment, judge
@@ -32,17 +32,6 @@ from hybridflow.rewards.sandbox.program import NAME, Remote, ValueChannel, decod
 CHANNEL = (3, 4)
 FILE = "main.py"  # what tracebacks call the program
 _MUTABLE = (list, dict, set, bytearray)
-
-
-class Ends(NamedTuple):
-    """File descriptors of one run; `channel` is two, or none."""
-
-    control: int
-    job: int
-    stdin: int
-    stdout: int
-    stderr: int
-    channel: tuple[int, ...]
 
 
 def main(config: dict[str, Any]) -> NoReturn:
@@ -64,7 +53,7 @@ def main(config: dict[str, Any]) -> NoReturn:
 
     def run(limits: dict[str, Any], ends: list[int]) -> None:
         with _never_back(ends[0]):
-            _supervise(config, limits, Ends(*ends[:5], channel=tuple(ends[5:])), me)
+            _supervise(config, limits, ends, me)
 
     serve(owner, run, answers=False)
     _remove(config["scratch"])
@@ -80,7 +69,9 @@ def _remove(scratch: str | None) -> None:
         time.sleep(0.01)
 
 
-def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: Ends, parent: int) -> None:
+def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: list[int], parent: int) -> None:
+    """`ends`: for control, of the job, and those of the program: 0, 1, 2, and its channel."""
+    control, *others = ends
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     scratch = None if config["scratch"] is None else os.path.join(config["scratch"], str(os.getpid()))
     if scratch is not None:
@@ -91,18 +82,18 @@ def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: Ends, paren
         start, me = time.monotonic(), os.getpid()
         child = os.fork()
         if child == 0:
-            with _never_back(ends.control):
-                _become_program(config, limits, ends, scratch, me)
-        counted = containment.Usage(child, scratch, limits["file_mb"] << 20, ends[2:5])
-        for end in (ends.job, ends.stdin, ends.stdout, ends.stderr, *ends.channel):
+            with _never_back(control):
+                _become_program(config, limits, others, scratch, me)
+        counted = containment.Usage(child, scratch, limits["file_mb"] << 20, others[1:4])
+        for end in others:
             os.close(end)
-        end = _wait(child, ends.control, limits["seconds"], counted, parent)
+        end = _wait(child, control, limits["seconds"], counted, parent)
         _, status, used = os.wait4(child, 0)
         cpu, seconds = used.ru_utime + used.ru_stime, time.monotonic() - start
     finally:
         if scratch is not None:
             containment.remove_tree(scratch)
-    _tell(ends.control, end=end, exit=status, cpu=cpu, seconds=seconds)
+    _tell(control, end=end, exit=status, cpu=cpu, seconds=seconds)
 
 
 def _wait(child: int, control: int, seconds: float, used: containment.Usage, parent: int) -> str:
@@ -126,14 +117,14 @@ def _wait(child: int, control: int, seconds: float, used: containment.Usage, par
 
 
 def _become_program(
-    config: dict[str, Any], limits: dict[str, Any], ends: Ends, scratch: str | None, parent: int
+    config: dict[str, Any], limits: dict[str, Any], ends: list[int], scratch: str | None, parent: int
 ) -> None:
     """In the process of the program: give everything up, and run it."""
-    with os.fdopen(os.dup(ends.job), "rb") as file:
+    with os.fdopen(os.dup(ends[0]), "rb") as file:
         job = json.loads(file.read())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    _keep_only([ends.stdin, ends.stdout, ends.stderr, *ends.channel])
+    _keep_only(ends[1:])
     if scratch is None:
         directory = containment.mount_directory(limits["file_mb"])
     else:
