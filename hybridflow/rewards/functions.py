@@ -282,8 +282,9 @@ def named(functions: Any) -> dict[str, Any]:
     Errors: ConfigError without any function.
     """
     if isinstance(functions, Mapping):
-        bad = [name for name in functions if not isinstance(name, str) or not name]
-        require(not bad, f"reward functions are named by texts that are not empty, got {bad[:1]}.")
+        for name in functions:
+            good = isinstance(name, str) and name != ""
+            require(good, f"reward functions are named by texts that are not empty, got {name!r}.")
         given = list(functions.items())
     else:
         several = functions if isinstance(functions, list | tuple) else [functions]
@@ -306,8 +307,8 @@ def weights_of(weights: Sequence[float] | Mapping[str, float] | None, names: Seq
         weights = [weights.get(name, 1.0) for name in names]
     good = not isinstance(weights, str) and isinstance(weights, Sequence) and len(weights) == len(names)
     require(good, f"weights={weights!r}: give one per reward function ({', '.join(names)}), or a mapping.")
-    bad = [weight for weight in weights if not is_number(weight)]
-    require(not bad, f"weights: {bad[:1]} is not a finite number.")
+    for weight in weights:
+        require(is_number(weight), f"weights: {weight!r} is not a finite number.")
     return [float(weight) for weight in weights]
 
 
