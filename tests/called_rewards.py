@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.rewards.function import FunctionReward
+from hybridflow.rewards.function_reward import FunctionReward
 from hybridflow.rewards.functions import Functions
 
 

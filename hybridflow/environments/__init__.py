@@ -3,7 +3,7 @@
 Read in this order: `tool_calls` and `rendering` (messages to token ids and back, never rendering sampled tokens again),
 `trajectory` (turns to rows), `conversation` (the model as an agent sees it), `acting` (the loops of tools, environments
 and programs), `session_process` and `sessions` (where they run, and the host that answers them), `interpreter`
-(environments in another interpreter), `packages`, `openenv_game` and `mcp_tools` (those of other libraries). Public
+(environments in another interpreter), `packages` and `mcp_tools` (those of other libraries). Public
 names are loaded when they are first used.
 """
 
@@ -13,19 +13,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.environments.interpreter import process as process
-    from hybridflow.environments.mcp_tools import mcp as mcp
-    from hybridflow.environments.openenv_game import openenv as openenv
-    from hybridflow.environments.packages import gymnasium as gymnasium
-    from hybridflow.environments.packages import reasoning_gym as reasoning_gym
-    from hybridflow.environments.packages import skyrl_gym as skyrl_gym
-    from hybridflow.environments.packages import textarena as textarena
+    from hybridflow.environments.interpreter import process  # noqa: F401
+    from hybridflow.environments.mcp_tools import mcp  # noqa: F401
+    from hybridflow.environments.packages import gymnasium, openenv, reasoning_gym, skyrl_gym, textarena  # noqa: F401
 
 _WHERE = {
     "interpreter": ("process",),
     "mcp_tools": ("mcp",),
-    "openenv_game": ("openenv",),
-    "packages": ("gymnasium", "reasoning_gym", "skyrl_gym", "textarena"),
+    "packages": ("gymnasium", "openenv", "reasoning_gym", "skyrl_gym", "textarena"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [*_MODULE_OF]

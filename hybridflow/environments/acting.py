@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 from hybridflow.environments.conversation import Conversation
 from hybridflow.environments.rendering import ContextFullError, Message
-from hybridflow.environments.tool_calls import ToolCall
-from hybridflow.environments.tools import schema_of
-from hybridflow.rewards.calling import reason_of
+from hybridflow.environments.tool_calls import ToolCall, schema_of
+from hybridflow.processes.fork_server import reason_of
 from hybridflow.settings import is_number
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ class RecentSessions:
     def of(self, agent: Agent) -> Sessions:
         """Those of a recent call, where they run the same."""
         make = agent.sessions(self._checkpoint)
-        name = pickled(make)
+        name = pickled(make, "the agent")
         self._made[name] = found = self._made.pop(name, None) or make()
         while len(self._made) > self._most:
             self._made.pop(next(iter(self._made))).close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.environments.acting import LARGEST_TEXT, EnvironmentCallError
-from hybridflow.environments.tools import schema_from
+from hybridflow.environments.tool_calls import schema_from
 from hybridflow.errors import ConfigError
 
 _CHILD = Path(__file__).with_name("interpreter_child.py")

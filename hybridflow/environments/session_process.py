@@ -1,5 +1,5 @@
 """The process that runs agents: an event loop, one task for each trajectory, and threads only while a call of the
-user's functions lasts. Forked from a template (`rewards/template_process.py`), it can be killed at any time.
+user's functions lasts. Forked from a template (`processes/fork_server.py`), it can be killed at any time.
 
 Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling],
 ["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its own:
@@ -13,7 +13,6 @@ import asyncio
 import json
 import pickle
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -25,8 +24,8 @@ from hybridflow.environments.conversation import Conversation, Turn
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, ContextFullError
 from hybridflow.errors import PromptError
+from hybridflow.processes.channel import framed, read_message
 
-LENGTH = struct.Struct("!Q")
 BEAT = 1.0  # seconds between two signs of life
 
 
@@ -70,8 +69,7 @@ class _Running:
         beats = asyncio.create_task(self._beat())
         try:
             while True:
-                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self._take(*pickle.loads(await reader.readexactly(size)))
+                self._take(*pickle.loads(await read_message(reader)))
         except asyncio.IncompleteReadError:
             return  # the host is gone, or wants no more
         finally:
@@ -125,8 +123,7 @@ class _Running:
         return ChatRenderer(self._tokenizer, self._given.stop_ids, json.loads(tools), self._given.options)
 
     def _say(self, *message: Any) -> None:
-        data = json.dumps(message).encode()
-        self._writer.write(LENGTH.pack(len(data)) + data)
+        self._writer.write(framed(json.dumps(message).encode()))
 
     async def _beat(self) -> None:
         while True:

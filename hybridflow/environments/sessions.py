@@ -17,20 +17,22 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from typing import Any
 
 from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import STOPS, Ending
-from hybridflow.environments.session_process import LENGTH, SessionProcess
+from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.trajectory import Trajectory
-from hybridflow.rewards.process_pool import PoolWorker, Template, not_loaded, pickled
-from hybridflow.rewards.template_process import LARGEST_MESSAGE
+from hybridflow.processes.supervisor import Supervisor, WorkerProcess
+from hybridflow.rewards.process_pool import pickled
 
 _TOGETHER = (1 << 30, 32, 4, 1)
 """The most trajectories in one process, by the number of processes that died with them."""
 _SPARE = 8  # further processes for these
-_SILENT = 30.0  # seconds beyond the limit of a call until a process without a sign of life is killed
+_QUIET, _SILENT = (
+    "did not answer for",
+    30.0,
+)  # seconds beyond the limit of a call until a process without a sign of life is killed
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,10 @@ class _Session:
 
 @dataclass(eq=False)
 class _Process:
-    worker: PoolWorker
+    worker: WorkerProcess
     level: int
-    seen: float
     sessions: dict[int, _Session] = field(default_factory=dict)
     retiring: bool = False
-    incoming: bytearray = field(default_factory=bytearray)
-    outgoing: bytearray = field(default_factory=bytearray)
-    ready: bool = False
 
 
 class Sessions:
@@ -95,7 +93,7 @@ class Sessions:
 
     def __init__(self, process: SessionProcess, workers: int, concurrency: int) -> None:
         self._given, self._workers, self._most = process, workers, concurrency
-        self._template: Template | None = None
+        self._template: Supervisor | None = None
         self._processes: list[_Process] = []
         self._waiting: deque[_Session] = deque()
         self._finished: dict[int, EndedTrajectory] = {}
@@ -209,68 +207,40 @@ class Sessions:
 
     def _fork(self, level: int) -> _Process:
         if self._template is None or not self._template.alive:
-            self._template = Template(pickled(self._given.main), self._workers, None, serves=True)
-        worker = self._template.fork()
-        worker.socket.setblocking(False)
-        self._processes.append(_Process(worker, level, time.monotonic()))
+            self._template = Supervisor(pickled(self._given.main, "the agent"))
+        self._processes.append(_Process(self._template.fork(), level))
         return self._processes[-1]
 
     def _step(self, seconds: float, out: list[Asked]) -> None:
-        """Wait for messages and ends of processes, and take them; kill processes that are silent."""
-        now = time.monotonic()
-        if now - self._looked > 1.0:  # silence says nothing: this process did not listen
-            for process in self._processes:
-                process.seen = now
-        writers = [process for process in self._processes if process.outgoing]
-        for process in writers:
-            self._send(process)
-        ends = [end for process in self._processes for end in process.worker.ends]
-        ready = connection.wait(ends, min(seconds, 0.05) if any(one.outgoing for one in writers) else seconds)
-        self._looked = now = time.monotonic()
+        """Wait for messages and ends of processes, and take them; end processes that are silent or not needed."""
+        assert self._template is not None
         limit = self._given.seconds + _SILENT
-        for process in list(self._processes):
-            worker = process.worker
-            if worker.output in ready:
-                _ = worker.listen()
-            if worker.socket in ready and self._receive(process, out):
-                process.seen = now
-            elif worker.ended in ready or worker.socket in ready:
-                self._lost(process, None)
-            elif process.sessions and now - process.seen > limit:
-                self._lost(process, f"did not answer for {limit:g} s")
-            elif (process.retiring or process.level) and not process.sessions:  # spare ones make room for others
-                self._lost(process, None)
-
-    def _receive(self, process: _Process, out: list[Asked]) -> bool:
-        """Read what there is; False at the end of the process, or of its good sense."""
+        unheard = time.monotonic() - self._looked > 1.0  # silence says nothing: this process did not listen
+        for process in self._processes:
+            if process.worker.ready and (unheard or not process.sessions):
+                process.worker.allow(limit, _QUIET)
+        by_worker = {process.worker: process for process in self._processes}
         try:
-            piece = process.worker.socket.recv(1 << 20)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if not piece:
-            return False
-        process.incoming += piece
-        while len(process.incoming) >= LENGTH.size:
-            (size,) = LENGTH.unpack_from(process.incoming)
-            if size > LARGEST_MESSAGE:
-                return False
-            if len(process.incoming) < LENGTH.size + size:
-                break
-            message = bytes(process.incoming[LENGTH.size : LENGTH.size + size])
-            del process.incoming[: LENGTH.size + size]
-            if not process.ready:  # the template's own word that it has loaded
-                kind, why = pickle.loads(message)
-                if kind != "ready":
-                    raise not_loaded(why)
-                process.ready = True
+            said = self._template.poll(seconds)
+        except OSError:  # the fork server has ended with all of its workers
+            self._template, lost = None, "ended when something killed the template process"
+            said = [(worker, lost) for worker in by_worker]
+        self._looked = time.monotonic()
+        for worker, message in said:
+            process = by_worker[worker]
+            if process not in self._processes:
                 continue
+            if isinstance(message, str):
+                self._lost(process, message)
+                continue
+            worker.allow(limit, _QUIET)
             try:
                 self._heard(process, json.loads(message), out)
             except (ValueError, TypeError, KeyError, IndexError):
-                return False
-        return True
+                self._end_process(process)
+        for process in list(self._processes):
+            if (process.retiring or process.level) and not process.sessions:  # spare ones make room for others
+                self._end_process(process)
 
     def _heard(self, process: _Process, message: list[Any], out: list[Asked]) -> None:
         what = message[0]
@@ -311,28 +281,22 @@ class Sessions:
                 trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions, said.end == "stop")
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
-    def _lost(self, process: _Process, why: str | None) -> None:
-        """A process has ended, or is ended here: its trajectories run again in others."""
+    def _end_process(self, process: _Process) -> None:
+        how = "ended when something killed the template process"
+        if self._template is not None:
+            with suppress(OSError):  # the fork server has ended
+                how = self._template.end(process.worker)
+        self._lost(process, how)
+
+    def _lost(self, process: _Process, how: str) -> None:
+        """A process has ended: its trajectories run again in others."""
         self._processes.remove(process)
-        try:
-            assert self._template is not None
-            ending = self._template.end(process.worker)
-        except OSError:  # the template has ended with all of its workers
-            self._template, ending = None, "ended when something killed the template process"
-            process.worker.close()
         for session in process.sessions.values():
             session.deaths += 1
             if session.deaths < len(_TOGETHER):
                 self._waiting.append(session)
             else:
-                self._end(session, Ending("failure"), f"its process {why or ending}, with nothing else in it")
+                self._end(session, Ending("failure"), f"its process {how}, with nothing else in it")
 
     def _tell(self, process: _Process, *message: Any) -> None:
-        data = pickle.dumps(message)
-        process.outgoing += LENGTH.pack(len(data)) + data
-        self._send(process)
-
-    def _send(self, process: _Process) -> None:
-        with suppress(BlockingIOError, OSError):  # its end is noticed next
-            sent = process.worker.socket.send(process.outgoing)
-            del process.outgoing[:sent]
+        process.worker.send(pickle.dumps(message))

@@ -9,28 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.rewards.calling import Outcome as Outcome
-    from hybridflow.rewards.calling import RowFailure as RowFailure
-    from hybridflow.rewards.code import Code as Code
-    from hybridflow.rewards.functions import Functions as Functions
-    from hybridflow.rewards.functions import Scores as Scores
-    from hybridflow.rewards.match import Exact as Exact
-    from hybridflow.rewards.match import Numeric as Numeric
-    from hybridflow.rewards.match import Overlong as Overlong
-    from hybridflow.rewards.match import Regex as Regex
-    from hybridflow.rewards.math import Math as Math
-    from hybridflow.rewards.process_pool import ProcessPool as ProcessPool
-    from hybridflow.rewards.row_function import from_compute_score as from_compute_score
-    from hybridflow.rewards.row_function import per_row as per_row
+    from hybridflow.rewards.code import Code  # noqa: F401
+    from hybridflow.rewards.function_adapters import RowFailure, from_compute_score, per_row  # noqa: F401
+    from hybridflow.rewards.functions import Functions, Scores  # noqa: F401
+    from hybridflow.rewards.match import Exact, Numeric, Overlong, Regex  # noqa: F401
+    from hybridflow.rewards.math import Math  # noqa: F401
+    from hybridflow.rewards.process_pool import Outcome, ProcessPool  # noqa: F401
 
 _WHERE = {
-    "calling": ("Outcome", "RowFailure"),
+    "function_adapters": ("RowFailure", "from_compute_score", "per_row"),
     "code": ("Code",),
     "functions": ("Functions", "Scores"),
     "match": ("Exact", "Numeric", "Overlong", "Regex"),
     "math": ("Math",),
-    "process_pool": ("ProcessPool",),
-    "row_function": ("from_compute_score", "per_row"),
+    "process_pool": ("Outcome", "ProcessPool"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [*_MODULE_OF]

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import thoughts
-from hybridflow.rewards.calling import RowFailure
+from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.rewards.match import completion_text
 from hybridflow.rewards.sandbox import test_source
 from hybridflow.rewards.sandbox.run import CodeResult, Limits

@@ -6,37 +6,44 @@ import functools
 import logging
 import math
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import count
+from types import FrameType
+from typing import Any, Literal, Self
 
 import torch
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError, nearest
-from hybridflow.rewards.calling import (
-    GRACE,
-    PATIENCE,
-    Breakdown,
-    Call,
-    Caller,
-    CallLimit,
+from hybridflow.processes.fork_server import reason_of
+from hybridflow.rewards.function_adapters import Breakdown, RowFailure, Rows, innermost, layers, name_of, scores_of
+from hybridflow.rewards.function_reward import (
+    FLOAT32_MAX,
+    VALUE,
+    Answer,
+    Chunk,
+    Columns,
+    FunctionReward,
     LateCallError,
-    Outcome,
-    RowAnswer,
-    RowFailure,
-    innermost,
-    layers,
-    name_of,
+    Level,
+    Table,
+    Value,
 )
-from hybridflow.rewards.function import FLOAT32_MAX, Columns, FunctionReward, Level, Table
-from hybridflow.rewards.process_pool import ProcessPool, pickled
-from hybridflow.rewards.template_process import UNSENT
-from hybridflow.settings import is_number
+from hybridflow.rewards.process_pool import NOT_BEGUN, Outcome, ProcessPool, pickled
+from hybridflow.settings import is_number, require
 
 Function = Callable[..., Any]
 OnFailure = Literal["raise", "zero", "mask"]
+LEVELS, ON_FAILURE = ("sample", "token"), ("raise", "zero", "mask")
+PATIENCE = 600.0
+"""Seconds that a call may take where no `timeout` is given."""
+GRACE = 5.0
+"""Seconds (in a worker at most a limit's length) in which an event loop has to cancel its own late calls."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,14 +92,14 @@ class Functions:
         on_failure: OnFailure = "raise",
         column: str = "rewards",
     ) -> None:
-        _choose("level", level, ("sample", "token"))
-        _choose("on_failure", on_failure, ("raise", "zero", "mask"))
-        if type(workers) is not int or workers < 0:
-            raise ConfigError(
-                f"reward functions: workers={workers!r} must be a whole number: of worker processes, or 0 for none."
-            )
-        if timeout is not None and not (is_number(timeout) and timeout > 0):
-            raise ConfigError(f"reward functions: timeout={timeout!r} must be a number of seconds above 0.")
+        for name, value, known in (("level", level, LEVELS), ("on_failure", on_failure, ON_FAILURE)):
+            choices = ", ".join(map(repr, known))
+            require(value in known, f"reward functions: {name}={value!r} must be one of {choices}.")
+        good = type(workers) is int and workers >= 0
+        what = f"reward functions: workers={workers!r} must be a whole number: of worker processes, or 0 for none."
+        require(good, what)
+        good = timeout is None or (is_number(timeout) and timeout > 0)
+        require(good, f"reward functions: timeout={timeout!r} must be a number of seconds above 0.")
         by_name = named(functions)
         self.names = tuple(by_name)
         self.weights = weights_of(weights, self.names)
@@ -107,7 +114,7 @@ class Functions:
             )
         self.workers = max(workers, 0 if timeout is None else 1)
         self._seconds = PATIENCE if timeout is None else float(timeout)
-        self._caller = Caller([reward.function for reward in self.rewards], self._seconds)
+        self._caller = partial(scores_of, tuple(reward.bound for reward in self.rewards), self._seconds)
         self._pool = ProcessPool(self._caller, self.workers, seconds=self._seconds) if self.workers else None
         self._checked = False
 
@@ -129,7 +136,7 @@ class Functions:
         if self._pool is None or self._checked:
             return
         for reward in self.rewards:
-            _ = pickled(reward.function, ", or set workers=0 without a timeout")
+            _ = pickled(reward.function, reward.name, ", or set workers=0 without a timeout")
         self._checked = True
 
     def __call__(
@@ -143,34 +150,57 @@ class Functions:
         """Scores of all rows. Errors: RewardError naming function, its place, row and column."""
         given = dict(columns) if response_ids is None else {**columns, "response_ids": response_ids}
         tables = [reward.table(prompts, responses, given, row_ids) for reward in self.rewards]
-        raising = self.on_failure == "raise"
         self.check()
         if self._pool is not None:
-            answers = judged(self.rewards, tables, self._run_in_workers, parts=self.workers, raising=raising)
+            answers = self._judged(tables, self._run_in_workers)
         else:
             with CallLimit() as limit:
-                answers = judged(self.rewards, tables, partial(self._run_here, limit), parts=1, raising=raising)
+                answers = self._judged(tables, partial(self._run_here, limit))
         return self._scores(answers, tables[0])
 
-    def _call(self, chunk: _Chunk) -> Call:
-        return (self.rewards.index(chunk.reward), chunk.reward.calls(*chunk[1:]), chunk.together), {}
+    def _judged(
+        self, tables: Sequence[Table], run: Callable[[Sequence[Chunk]], Iterable[Outcome]]
+    ) -> list[list[Answer]]:
+        """Every function's answers. One that is called row by row has a call per row, others one per worker."""
+        found: list[list[Answer]] = [[{}] * len(table.rows) for table in tables]
+        chunks = [
+            Chunk(reward, table, start, min(start + size, len(table.rows)))
+            for reward, table in zip(self.rewards, tables, strict=True)
+            for alone in [reward.per_row and not reward.bound.is_async]
+            for size in [1 if alone else -(-len(table.rows) // max(1, self.workers))]
+            for start in range(0, len(table.rows), size or 1)
+        ]
+        while chunks:
+            again: list[Chunk] = []
+            for chunk, outcome in zip(chunks, run(chunks), strict=True):
+                if outcome.failure == NOT_BEGUN:
+                    again.append(chunk)
+                elif (answers := chunk.taken(outcome, self.on_failure == "raise")) is None:
+                    again += [chunk._replace(start=row, stop=row + 1) for row in range(chunk.start, chunk.stop)]
+                else:
+                    found[self.rewards.index(chunk.reward)][chunk.start : chunk.stop] = answers
+            chunks = again
+        return found
 
-    def _run_here(self, limit: CallLimit, chunks: Sequence[_Chunk]) -> Iterator[Outcome]:
+    def _run_here(self, limit: CallLimit, chunks: Sequence[Chunk]) -> Iterator[Outcome]:
         """Runs the chunks in this process, lazily."""
         for chunk in chunks:
-            unlimited = getattr(chunk.reward.function, "limits_itself", False)
-            seconds = math.inf if unlimited else self._seconds + (GRACE if chunk.together else 0.0)
-            arguments, _ = self._call(chunk)
-            yield Outcome(limit.run(partial(self._caller, *arguments), seconds))
+            seconds = math.inf if chunk.reward.limits_itself else self._seconds + (GRACE if chunk.together else 0.0)
+            yield Outcome(limit.run(partial(self._caller, *self._call(chunk)), seconds))
 
-    def _run_in_workers(self, chunks: Sequence[_Chunk]) -> list[Outcome]:
+    def _run_in_workers(self, chunks: Sequence[Chunk]) -> list[Outcome]:
+        """With on_failure="raise" nothing is begun after a failure."""
         seconds = [self._seconds + (min(GRACE, self._seconds) if chunk.together else 0.0) for chunk in chunks]
         assert self._pool is not None
         try:
-            return self._pool.map(list(map(self._call, chunks)), seconds=seconds)
+            calls = [(self._call(chunk), {}) for chunk in chunks]
+            return self._pool.map(calls, seconds=seconds, failures=1 if self.on_failure == "raise" else None)
         except RewardError as error:
             names = ", ".join(reward.name for reward in self.rewards)
             raise RewardError(f"reward functions {names}: {error}") from error
+
+    def _call(self, chunk: Chunk) -> tuple[int, Rows]:
+        return self.rewards.index(chunk.reward), chunk.table.part(chunk.start, chunk.stop)
 
     def close(self) -> None:
         """Stop the worker processes, if any, and close the functions that have a method `close`, as verifiers do."""
@@ -184,127 +214,51 @@ class Functions:
                 except Exception as error:  # the user's code; the others must still be closed
                     _log.warning("%s.close() raised %s: %s", name_of(part), type(error).__name__, error)
 
-    def _scores(self, answers: Sequence[Sequence[RowAnswer]], table: Table) -> Scores:
-        rows = list(zip(*answers, strict=True))
-        failures = [self._failure(row) for row in rows]
+    def _scores(self, answers: Sequence[Sequence[Answer]], table: Table) -> Scores:
+        failures: list[str | None] = [None] * len(table.rows)
+        sums: list[Value] = []
+        for number, row in enumerate(zip(*answers, strict=True)):
+            failed = [(r.name, one.reason) for r, one in zip(self.rewards, row) if isinstance(one, RowFailure)]
+            failures[number] = ": ".join(failed[0]) if failed else None
+            sums.append(None if failed else self._sum([one[VALUE] for one in row], table.rows[number]))  # type: ignore
         if failed := [(row, why) for row, why in zip(table.rows, failures, strict=True) if why is not None]:
-            _log.warning("%d of %d rows could not be judged; row %d: %s", len(failed), len(rows), *failed[0])
-        sums = [
-            self._sum(row, table, number) if why is None else None
-            for number, (row, why) in enumerate(zip(rows, failures, strict=True))
-        ]
-        return Scores(rewards=self._column(sums, table), components=self._components(answers), failures=failures)
+            _log.warning("%d of %d rows could not be judged; row %d: %s", len(failed), len(table.rows), *failed[0])
+        columns = {
+            f"{self.column}/{name if part == VALUE else part}": [_number(one, part) for one in said]
+            for name, reward, said in zip(self.names, self.rewards, answers, strict=True)
+            for part in (VALUE, *reward.components)
+        }
+        return Scores(
+            rewards=self._column(sums, table),
+            components={name: torch.tensor(columns[name], dtype=torch.float32) for name in self.writes},
+            failures=failures,
+        )
 
-    def _failure(self, row: Sequence[RowAnswer]) -> str | None:
-        for reward, answer in zip(self.rewards, row, strict=True):
-            if answer.failure is not None:
-                return f"{reward.name}: {answer.failure.reason}"
-        return None
-
-    def _sum(self, row: Sequence[RowAnswer], table: Table, number: int) -> float | list[float]:
-        total = weighted_sum([answer.value for answer in row], self.weights)
-        name, where = table.rows[number], self.rewards[0].where
+    def _sum(self, values: Sequence[Value], row: int) -> Value:
+        total, where = weighted_sum(values, self.weights), self.rewards[0].where
+        if total is None and len(self.rewards) == 1:
+            raise self.rewards[0].error(f"returned None (NoneType) at row {row}; it must be a number.")
         if total is None:
-            if len(self.rewards) == 1:
-                raise self.rewards[0].error(f"returned None (NoneType) at row {name}; it must be a number.")
             raise RewardError(
-                f"all reward functions ({', '.join(self.names)}) returned None at row {name}; at least one must apply "
+                f"all reward functions ({', '.join(self.names)}) returned None at row {row}; at least one must apply "
                 f"to every row. {where}"
             )
         if any(abs(value) > FLOAT32_MAX for value in (total if isinstance(total, list) else [total])):
-            raise RewardError(f"the weighted reward at row {name} does not fit float32: {total!r:.60}. {where}")
+            raise RewardError(f"the weighted reward at row {row} does not fit float32: {total!r:.60}. {where}")
         return total
 
-    def _column(self, sums: Sequence[float | list[float] | None], table: Table) -> torch.Tensor | Ragged:
+    def _column(self, sums: Sequence[Value], table: Table) -> torch.Tensor | Ragged:
         if self.level == "sample":
-            return torch.tensor([0.0 if value is None else value for value in sums], dtype=torch.float32)
-        values = [[0.0] * length if v is None else v for v, length in zip(sums, table.lengths, strict=True)]
-        return Ragged.from_lengths(
-            torch.tensor([number for row in values for number in row], dtype=torch.float32),  # type: ignore[union-attr]
-            table.lengths,
-        )
-
-    def _components(self, answers: Sequence[Sequence[RowAnswer]]) -> dict[str, torch.Tensor]:
-        found: dict[str, list[float]] = {}
-        for name, reward, said in zip(self.names, self.rewards, answers, strict=True):
-            found[f"{self.column}/{name}"] = [
-                math.nan if one.value is None else sum(one.value) if isinstance(one.value, list) else one.value
-                for one in said
-            ]
-            found |= {
-                f"{self.column}/{part}": [one.parts.get(part, math.nan) for one in said] for part in reward.components
-            }
-        return {name: torch.tensor(found[name], dtype=torch.float32) for name in self.writes}
+            return torch.tensor([value or 0.0 for value in sums], dtype=torch.float32)
+        rows = [[0.0] * length if v is None else v for v, length in zip(sums, table.lengths, strict=True)]
+        numbers = [number for row in rows for number in row]  # type: ignore[union-attr]
+        return Ragged.from_lengths(torch.tensor(numbers, dtype=torch.float32), table.lengths)
 
 
-def _choose(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"reward functions: {name}={value!r} must be one of {', '.join(map(repr, known))}.")
-
-
-class _Chunk(NamedTuple):
-    """Rows start:stop for one call of a function and its table."""
-
-    reward: FunctionReward
-    table: Table
-    start: int
-    stop: int
-
-    @property
-    def together(self) -> bool:
-        """Whether its rows run on one event loop, each with a limit of its own; one row alone has that of the call."""
-        return self.reward.per_row and self.reward.is_async and self.stop - self.start > 1
-
-    def failed(self, failure: RowFailure) -> RewardError:
-        first, last = self.table.rows[self.start], self.table.rows[self.stop - 1]
-        return self.reward.failed(failure, f"at row {first}" if first == last else f"for rows {first}..{last}")
-
-
-RunChunks = Callable[[Sequence[_Chunk]], Iterable[Outcome]]
-"""Runs a call of a `Caller` for each chunk."""
-
-
-def judged(
-    rewards: Sequence[FunctionReward], tables: Sequence[Table], run: RunChunks, *, parts: int, raising: bool
-) -> list[list[RowAnswer]]:
-    """The answers of every function for every row.
-
-    A function that is called row by row has one call per row; one for all rows gets `parts` chunks. A chunk that fails
-    is repeated row by row, and so are async rows, which run together, when one of them blocks all others; but not in
-    this process while `raising`, nor where a call was late, since each row could take as long again. Errors:
-    RewardError for wrong answers, and for rows that cannot be judged while `raising`.
-    """
-    found: list[list[RowAnswer]] = [[RowAnswer()] * len(table) for table in tables]
-    chunks = [
-        _Chunk(reward, table, start, min(start + size, len(table)))
-        for reward, table in zip(rewards, tables, strict=True)
-        for size in [1 if reward.per_row and not reward.is_async else -(-len(table) // parts)]
-        for start in range(0, len(table), size or 1)
-    ]
-    while chunks:
-        again: list[_Chunk] = []
-        for chunk, outcome in zip(chunks, run(chunks), strict=True):
-            reward, table, start, stop = chunk
-            values = outcome.value if outcome.ok else Breakdown(str(outcome.failure))
-            if isinstance(values, list) and isinstance(values[0], RowFailure) and not reward.per_row:
-                values = values[0]
-            if not isinstance(values, RowFailure):
-                answers = reward.accepted(values, table, start, stop)
-            elif stop - start > 1 and not (values.error and (raising or isinstance(values.error, LateCallError))):
-                again += [_Chunk(reward, table, row, row + 1) for row in range(start, stop)]
-                continue
-            elif (outcome.failure or "").startswith(UNSENT):
-                raise reward.error(f"{outcome.failure} at row {table.rows[start]}.")
-            elif raising:
-                raise chunk.failed(values) from values.error
-            else:
-                answers = [RowAnswer(failure=values)] * (stop - start)
-            for row, answer in enumerate(answers, start):
-                if raising and answer.failure is not None:
-                    raise chunk._replace(start=row, stop=row + 1).failed(answer.failure) from answer.failure.error
-            found[rewards.index(reward)][start:stop] = answers
-        chunks = again
-    return found
+def _number(answer: Answer, part: str) -> float:
+    """A component of an answer, NaN where it has none; of values per token the sum."""
+    value = None if isinstance(answer, RowFailure) else answer.get(part)
+    return math.nan if value is None else sum(value) if isinstance(value, list) else value
 
 
 def weighted_sum(values: Sequence[float | list[float] | None], weights: Sequence[float]) -> float | list[float] | None:
@@ -328,22 +282,18 @@ def named(functions: Any) -> dict[str, Any]:
     Errors: ConfigError without any function.
     """
     if isinstance(functions, Mapping):
-        if bad := [name for name in functions if not isinstance(name, str) or not name]:
-            raise ConfigError(f"reward functions are named by texts that are not empty, got {bad[0]!r}.")
+        for name in functions:
+            good = isinstance(name, str) and name != ""
+            require(good, f"reward functions are named by texts that are not empty, got {name!r}.")
         given = list(functions.items())
     else:
         several = functions if isinstance(functions, list | tuple) else [functions]
         given = [(_column_name(function), function) for function in several]
-    if not given:
-        raise ConfigError("there is no reward function in the list: give at least one.")
+    require(bool(given), "there is no reward function in the list: give at least one.")
     out: dict[str, Any] = {}
     for name, function in given:
-        number = 1
-        unique = name
-        while unique in out:
-            number += 1
-            unique = f"{name}_{number}"
-        out[unique] = function
+        others = (f"{name}_{number}" for number in count(2))
+        out[name if name not in out else next(other for other in others if other not in out)] = function
     return out
 
 
@@ -355,10 +305,10 @@ def weights_of(weights: Sequence[float] | Mapping[str, float] | None, names: Seq
         if unknown := [name for name in weights if name not in names]:
             raise ConfigError(f"weights: there is no reward function {unknown[0]!r}.{nearest(str(unknown[0]), names)}")
         weights = [weights.get(name, 1.0) for name in names]
-    if isinstance(weights, str) or not isinstance(weights, Sequence) or len(weights) != len(names):
-        raise ConfigError(f"weights={weights!r}: give one per reward function ({', '.join(names)}), or a mapping.")
-    if bad := [weight for weight in weights if not is_number(weight)]:
-        raise ConfigError(f"weights: {bad[0]!r} is not a finite number.")
+    good = not isinstance(weights, str) and isinstance(weights, Sequence) and len(weights) == len(names)
+    require(good, f"weights={weights!r}: give one per reward function ({', '.join(names)}), or a mapping.")
+    for weight in weights:
+        require(is_number(weight), f"weights: {weight!r} is not a finite number.")
     return [float(weight) for weight in weights]
 
 
@@ -368,3 +318,61 @@ def _column_name(function: Any) -> str:
     if name is None or isinstance(inner, functools.partial):
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(inner).__name__).lower()
     return "function" if name == "<lambda>" else name
+
+
+class CallLimit:
+    """Interrupts late calls in this process, by a signal, and again every second; tells interrupts by the user apart.
+
+    Without effect off the main thread, the only one that Python interrupts, and while a C function runs.
+    """
+
+    def __init__(self) -> None:
+        self._due, self._over, self._stopped = math.inf, threading.Event(), False
+        self._watching = threading.Thread(target=self._watch, name="reward-limit", daemon=True)
+        self._main = threading.current_thread() is threading.main_thread()
+
+    def run(self, call: Callable[[], Any], seconds: float) -> Any:
+        """The call's return value, or a Breakdown if it took over `seconds`."""
+        try:
+            try:
+                self._due = time.monotonic() + seconds
+                return call()
+            finally:
+                self._due = math.inf
+        except LateCallError as error:
+            if error.limit is not self:
+                raise
+            return Breakdown(f"took longer than {seconds:g} s (timeout= sets another limit)", error)
+        except KeyboardInterrupt as error:
+            if self._stopped:
+                raise
+            return Breakdown(reason_of(error), error)  # the function's own
+
+    def __enter__(self) -> Self:
+        if self._main:
+            ours = (signal.SIGVTALRM, *([signal.SIGINT] if callable(signal.getsignal(signal.SIGINT)) else []))
+            self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in ours}
+            self._watching.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            self._over.set()
+            self._watching.join()
+            for number, before in self._before.items():
+                signal.signal(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._stopped |= number == signal.SIGINT
+        if number == signal.SIGVTALRM and time.monotonic() >= self._due:
+            raise LateCallError(self)
+        if callable(before := self._before[number]):  # of the user, or of a limit around this one
+            before(number, frame)
+
+    def _watch(self) -> None:
+        pause = 0.0
+        while not self._over.wait(pause):
+            pause = min(1.0, self._due - time.monotonic())
+            if pause <= 0:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
+                pause = 1.0

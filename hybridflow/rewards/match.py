@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer, thoughts
-from hybridflow.rewards.calling import RowFailure
+from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.rewards.number import Number, parse_number, same_number
 from hybridflow.settings import is_whole
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
-from hybridflow.rewards.calling import RowFailure
+from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.rewards.match import Comparison
 from hybridflow.rewards.number import parse_number, same_number
 from hybridflow.rewards.process_pool import NOT_BEGUN, ProcessPool

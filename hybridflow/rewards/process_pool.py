@@ -7,47 +7,54 @@ share one pipe and its locks), and multiprocessing's "spawn" and "forkserver" ru
 from __future__ import annotations
 
 import contextlib
-import io
-import json
+import math
+import numbers
 import os
 import pickle
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection
 from typing import Any, Self
 
 import cloudpickle
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.calling import Call, Outcome, name_of, reason_of
-from hybridflow.rewards.template_process import LARGEST_MESSAGE, receive, send
-from hybridflow.settings import is_number
+from hybridflow.processes.channel import LARGEST_MESSAGE, Channel
+from hybridflow.processes.fork_server import reason_of
+from hybridflow.processes.supervisor import Supervisor, WorkerProcess
+from hybridflow.rewards.function_adapters import Breakdown, RowFailure, name_of, settled
+from hybridflow.settings import is_number, require
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and named arguments."""
 
 NOT_BEGUN = "was not begun: too many others failed"
+UNSENT = "answered with what cannot be sent back"
 
-_PROGRAM = """import json, sys
-sys.path[:] = json.loads(sys.argv[2])
-from hybridflow.rewards import template_process
-template_process.serve(int(sys.argv[1]), preload=len(sys.argv) == 3)"""
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Set to 1 for workers unless set by the user: threads that start at import prevent forking."""
-
-_LOADING = 120.0  # seconds in which a process has to import what the function needs
-_PATIENCE = 60.0  # seconds in which the template process has to fork or end a worker
-_TRANSFER = 30.0  # seconds for one message between this process and a worker
 _RESTARTS = 3
-_KEPT_OUTPUT, _SHOWN_OUTPUT = 2000, 300
 _LOST = "ended when something killed the template process of the workers"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one call in a worker process: its `value`, or the `failure` that it ended with.
+
+    A failure is a reason in words that follow the name of the function: "took longer than 5 s", "died with SIGSEGV",
+    "raised ValueError: ...".
+    """
+
+    value: Any = None
+    failure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
 
 
 class ProcessPool:
@@ -68,11 +75,11 @@ class ProcessPool:
     def __init__(
         self, function: Callable[..., Any], workers: int, *, seconds: float, memory_mb: float | None = None
     ) -> None:
-        if type(workers) is not int or workers < 1:
-            raise ConfigError(f"ProcessPool(workers={workers!r}): give a whole number of at least 1.")
-        for name, value in (("seconds", seconds), ("memory_mb", memory_mb)):
-            if not _positive(value) and (name == "seconds" or value is not None):
-                raise ConfigError(f"ProcessPool({name}={value!r}): give a number above 0.")
+        good = type(workers) is int and workers >= 1
+        require(good, f"ProcessPool(workers={workers!r}): give a whole number of at least 1.")
+        require(_positive(seconds), f"ProcessPool(seconds={seconds!r}): give a number above 0.")
+        good = memory_mb is None or _positive(memory_mb)
+        require(good, f"ProcessPool(memory_mb={memory_mb!r}): give a number above 0.")
         self.function, self.workers, self.seconds, self.memory_mb = function, workers, seconds, memory_mb
         self._reset()
 
@@ -92,8 +99,8 @@ class ProcessPool:
         """
         given = self.seconds if seconds is None else seconds
         limits = [given] * len(calls) if isinstance(given, int | float) else list(given)
-        if len(limits) != len(calls) or not all(map(_positive, limits)):
-            raise ConfigError(f"ProcessPool.map(seconds={seconds!r}): give one number above 0, or one per call.")
+        good = len(limits) == len(calls) and all(map(_positive, limits))
+        require(good, f"ProcessPool.map(seconds={seconds!r}): give one number above 0, or one per call.")
         if not calls:
             return []
         self._check_process()
@@ -119,7 +126,7 @@ class ProcessPool:
     def _reset(self) -> None:
         self._process_id = os.getpid()
         self._lock = threading.Lock()
-        self._template: Template | None = None
+        self._template: Supervisor | None = None
         self._finalizer: weakref.finalize | None = None
 
     def _check_process(self) -> None:
@@ -149,12 +156,13 @@ class ProcessPool:
                 found[index] = Outcome(None, f"was given {size >> 20} MiB, more than a call may have")
                 del messages[index]
         for left in reversed(range(_RESTARTS + 1)):
+            running: dict[WorkerProcess, int] = {}
             template = self._running()
             try:
-                template.run(messages, limits, failures, found)
+                self._run(template, messages, limits, failures, found, running)
                 break
             except OSError:
-                found |= {one.call: Outcome(None, _LOST) for one in template.workers if one.call is not None}
+                found |= {index: Outcome(None, _LOST) for index in running.values()}
                 self._stop()
                 if not left:
                     raise RewardError(
@@ -162,236 +170,118 @@ class ProcessPool:
                     ) from None
         return [found[index] for index in range(len(calls))]
 
-    def _running(self) -> Template:
+    def _running(self) -> Supervisor:
         if self._template is not None and self._template.alive:
             return self._template
         self._stop()
-        self._template = Template(pickled(self.function), self.workers, self.memory_mb)
+        answering = partial(answer_calls, self.function, self.memory_mb)
+        self._template = Supervisor(pickled(answering, name_of(self.function)), self.memory_mb)
         self._finalizer = weakref.finalize(self, self._template.close)
         return self._template
 
-
-@dataclass(eq=False)
-class PoolWorker:
-    """One worker process: `call` is the index of the call that it runs, which may take `limit` seconds until `due`."""
-
-    pid: int
-    socket: socket.socket
-    ended: int  # a pidfd
-    output: io.FileIO  # what it prints
-    limit: float
-    due: float
-    ready: bool = False
-    call: int | None = None
-    said: bytearray = field(default_factory=bytearray)
-
-    @property
-    def busy(self) -> bool:
-        return self.call is not None or not self.ready
-
-    @property
-    def ends(self) -> list[Any]:
-        """What can be waited for: its end first, so that an answer from before its end is seen with it."""
-        return [self.ended, self.socket, *([] if self.output.closed else [self.output])]
-
-    def listen(self) -> bool:
-        """Read some of its output; False when nothing is available."""
-        piece = None if self.output.closed else self.output.read(1 << 16)
-        if piece == b"":
-            self.output.close()
-        self.said += piece or b""
-        del self.said[:-_KEPT_OUTPUT]
-        return bool(piece)
-
-    def close(self) -> None:
-        self.socket.close()
-        self.output.close()
-        os.close(self.ended)
-
-
-class Template:
-    """The template process, started here, and its workers. Errors: RewardError when it cannot load the function.
-
-    With `serves`, a worker calls `function(connection)` once, with its end of the socket, in place of answering calls.
-    """
-
-    def __init__(self, function: bytes, most: int, memory_mb: float | None, serves: bool = False) -> None:
-        self.workers: list[PoolWorker] = []
-        self._most, self._owner = most, os.getpid()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as setup:
-            pickle.dump({"function": function, "memory_mb": memory_mb, "owner": self._owner, "serves": serves}, setup)
-            setup.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
-                stdin=setup,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                env=dict.fromkeys(_ONE_THREAD, "1") | os.environ,
-                start_new_session=True,  # an interrupt from the terminal is for this process only
-            )
-            theirs.close()
-            try:
-                self._socket.settimeout(_LOADING)
-                broken = self._answer()
-            except OSError as error:
-                self._process.kill()
-                code = self._process.wait()
-                output.seek(0)
-                late = isinstance(error, TimeoutError)
-                broken = f"took longer than {_LOADING:g} s" if late else _ending(code, output.read())
-            except BaseException:
-                self.close()
-                raise
-        self._socket.settimeout(_PATIENCE)
-        if broken:
-            self.close()
-            raise not_loaded(f"{broken}. What it imports must be installed and on sys.path where it runs")
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def run(
-        self, calls: Mapping[int, bytes], limits: Sequence[float], failures: int | None, found: dict[int, Outcome]
+    def _run(
+        self,
+        template: Supervisor,
+        calls: Mapping[int, bytes],
+        limits: Sequence[float],
+        failures: int | None,
+        found: dict[int, Outcome],
+        running: dict[WorkerProcess, int],
     ) -> None:
         """Run the calls without an outcome, oldest first, and put their outcomes into `found`.
 
-        See `ProcessPool.map` for `failures`. Errors: OSError when the template process has ended.
+        `running`: the call of each worker that has one. Errors: OSError when the fork server has ended.
         """
         waiting = deque(index for index in calls if index not in found)
-        self._step(0.0, found)  # workers that died since the last batch
-        while waiting or any(worker.call is not None for worker in self.workers):
+        _ = template.poll(0.0)  # workers that died since the last batch
+        while waiting or running:
             if failures is not None and sum(not one.ok for one in found.values()) >= failures:
                 found |= {index: Outcome(None, NOT_BEGUN) for index in waiting}
                 waiting.clear()
-            for worker in [worker for worker in self.workers if not worker.busy][: len(waiting)]:
-                worker.call = waiting.popleft()
-                worker.limit = limits[worker.call]
-                worker.due = time.monotonic() + worker.limit
-                with contextlib.suppress(OSError):  # it has ended, as is noticed next
-                    send(worker.socket, calls[worker.call])
-            starting = sum(not worker.ready for worker in self.workers)
-            for _ in range(min(self._most - len(self.workers), len(waiting) - starting)):
-                self.fork()
-            due = min((worker.due for worker in self.workers if worker.busy), default=0.0)
-            self._step(max(0.0, due - time.monotonic()), found)
-        self._ask("sweep")
+            for worker in [one for one in template.workers if one.ready and one not in running][: len(waiting)]:
+                running[worker] = index = waiting.popleft()
+                worker.allow(limits[index])
+                worker.send(calls[index])
+            starting = sum(not worker.ready for worker in template.workers)
+            for _ in range(min(self.workers - len(template.workers), len(waiting) - starting)):
+                _ = template.fork()
+            due = min((worker.due for worker in template.workers if not worker.ready or worker in running), default=0.0)
+            for worker, said in template.poll(max(0.0, due - time.monotonic())):
+                index, worker.due = running.pop(worker, None), math.inf
+                outcome, sound = _outcome(said)
+                if not (sound and index is not None) and worker in template.workers:
+                    _ = template.end(worker)  # it was not the loop of a worker that said this
+                if index is not None:
+                    found[index] = outcome
+        template.sweep()
 
-    def close(self) -> None:
-        """End the process and its workers (in a process that was forked from the owner: forget them)."""
-        self._socket.close()
-        while self.workers:
-            self.workers.pop().close()
-        if os.getpid() != self._owner:
-            self._process.returncode = 0  # not a child of this process, which has nothing to wait for
-            return
+
+def _outcome(said: bytes | str) -> tuple[Outcome, bool]:
+    """What a worker said, or how it ended, as the outcome of its call; and whether it made sense."""
+    try:
+        return (Outcome(None, said), True) if isinstance(said, str) else (Outcome(*pickle.loads(said)), True)
+    except Exception as error:  # written by the function: reading it may raise anything
+        return Outcome(None, f"answered with what cannot be read: {reason_of(error)}"), False
+
+
+def answer_calls(function: Callable[..., Any], memory_mb: float | None, connection: socket.socket) -> None:
+    """What a worker does: answer calls, until its owner closes the connection."""
+    channel = Channel(connection.fileno(), connection.fileno(), LARGEST_MESSAGE)
+    while (call := channel.read()) is not None:
         try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _ask(self, what: str, pid: int = 0, ends: Sequence[int] = ()) -> None:
-        socket.send_fds(self._socket, [json.dumps([what, pid]).encode()], ends)
-
-    def _answer(self) -> Any:
-        if not (answer := self._socket.recv(1 << 16)):
-            raise ConnectionError("the template process has ended")
-        return json.loads(answer)
-
-    def fork(self) -> PoolWorker:
-        """Errors: OSError when the template process has ended."""
-        ours, theirs = socket.socketpair()
-        read, printed = os.pipe()
-        output = io.FileIO(read)
+            args, kwargs = pickle.loads(call)
+            answer = settled(function(*args, **kwargs)), None
+        except MemoryError as error:
+            why = reason_of(error)
+            answer = None, why if memory_mb is None else f"needed more memory than its {memory_mb:g} MB ({why})"
+        except BaseException as error:  # the user's code, whose SystemExit must not end the worker either
+            answer = None, reason_of(error)
         try:
-            self._ask("fork", ends=[theirs.fileno(), printed])
-        finally:
-            theirs.close()
-            os.close(printed)
-        pid = self._answer()
-        os.set_blocking(read, False)
-        ours.settimeout(_TRANSFER)
-        self.workers.append(PoolWorker(pid, ours, os.pidfd_open(pid), output, _LOADING, time.monotonic() + _LOADING))
-        return self.workers[-1]
-
-    def end(self, worker: PoolWorker) -> str:
-        """Kill the worker and what it started. Returns how it ended. Errors: OSError without the template process."""
-        self._ask("end", worker.pid)
-        status = self._answer()
-        self.workers.remove(worker)
-        while worker.listen():
-            pass
-        worker.close()
-        return _ending(os.waitstatus_to_exitcode(status), bytes(worker.said))
-
-    def _step(self, seconds: float, found: dict[int, Outcome]) -> None:
-        """Wait for output, answers and ends of workers, and take them; end workers that are late."""
-        ready = connection.wait([end for worker in self.workers for end in worker.ends], seconds)
-        for worker in list(self.workers):
-            if worker.output in ready:
-                _ = worker.listen()
-            if worker.socket in ready:
-                self._read(worker, found)
-            elif worker.ended in ready:
-                self._end(worker, found)
-            elif worker.busy and worker.due <= time.monotonic():
-                self._end(worker, found, f"took longer than {worker.limit:g} s")
-
-    def _read(self, worker: PoolWorker, found: dict[int, Outcome]) -> None:
-        """Take a message of the worker; end one that has ended, or sent something else than its own loop would."""
-        try:
-            message = receive(worker.socket)
-        except OSError:
-            return self._end(worker, found)
-        try:
-            kind, value = pickle.loads(message)
-        except Exception as error:  # written by the function: reading it may raise anything
-            return self._end(worker, found, f"answered with what cannot be read: {reason_of(error)}")
-        if kind == "broken":
-            raise not_loaded(value)
-        if kind == "ready":
-            worker.ready = True
-        elif worker.call is None:
-            self._end(worker, found)
-        else:
-            found[worker.call] = Outcome(value) if kind == "value" else Outcome(None, value)
-            worker.call = None
-        return None
-
-    def _end(self, worker: PoolWorker, found: dict[int, Outcome], why: str | None = None) -> None:
-        """End the worker; its call, if it had one, has failed."""
-        ending = self.end(worker)
-        why = why or ending
-        if not worker.ready:
-            raise not_loaded(why)
-        if worker.call is not None:
-            found[worker.call] = Outcome(None, why)
+            message = pickle.dumps(plain(answer))
+            if len(message) > LARGEST_MESSAGE:
+                raise ValueError(f"{len(message) / 2**20:.0f} MiB is more than an answer may have")
+        except Exception as error:  # the answer is of a type of the user's, which may raise anything
+            message = pickle.dumps((None, f"{UNSENT}: {reason_of(error)}"))
+        channel.write(message)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the function closed it
+                stream.flush()
 
 
-def _ending(code: int, output: bytes) -> str:
-    """`died with SIGSEGV`, `exited with code 3`: an exit code in words, and the last of what was printed."""
-    hint = " (killed; perhaps the machine had no memory left)" if -code == signal.SIGKILL else ""
-    how = f"exited with code {code}" if code >= 0 else f"died with {signal.Signals(-code).name}{hint}"
-    said = output.decode(errors="replace").strip()[-_SHOWN_OUTPUT:]
-    return how + (f"; it printed last: {said}" if said else "")
+def plain(value: Any) -> Any:
+    """The answer as plain data: arrays as lists, numbers of any type as Python's.
+
+    Errors: TypeError for anything but a number, a text, None, RowFailure or a list, tuple, set or dict of them.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, RowFailure):
+        return (Breakdown if isinstance(value, Breakdown) else RowFailure)(str(value.reason))
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(map(plain, value))
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(
+        f"a {type(value).__name__} is neither a number, a text, None, RowFailure nor a list or dict of them"
+    )
 
 
-def pickled(function: Callable[..., Any], otherwise: str = "") -> bytes:
+def pickled(function: Any, name: str, otherwise: str = "") -> bytes:
     """The function as a worker loads it. Errors: ConfigError, with `otherwise` as what else could be done."""
     try:
         return cloudpickle.dumps(function)
     except Exception as error:  # pickling runs the user's classes: any error means the same
         raise ConfigError(
-            f"{name_of(function)} cannot be sent to a worker process ({type(error).__name__}: {error}). Let it make "
-            f"what it needs when it is called{otherwise}."
+            f"{name} cannot be sent to a worker process ({type(error).__name__}: {error}). Let it make what it needs "
+            f"when it is called{otherwise}."
         ) from error
-
-
-def not_loaded(why: str) -> RewardError:
-    return RewardError(f"the function cannot be loaded in a worker process: it {why}.")
 
 
 def _positive(value: Any) -> bool:

@@ -12,13 +12,15 @@ import errno
 import os
 import platform
 import resource
-import signal
+import secrets
 import stat
 import struct
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
+
+from hybridflow.processes.fork_server import checked, prctl
 
 NOBODY = 65534
 DIRECTORY = "/program"  # with bubblewrap, the only place that a program can write to
@@ -29,34 +31,16 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 1, 4, 8
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 24, 38, 2
 _CAPABILITY_VERSION, _DAC_OVERRIDE, _DAC_READ_SEARCH = 0x20080522, 1, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's calls, the same on every machine
-_THREADS, _INODES = 32, 4096
+_THREADS, _INODES, _DEEPEST = 32, 4096, 64
 _STACK, _OPEN_FILES = 64 << 20, 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-def _checked(result: int, what: str) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result
-
-
-def prctl(option: int, value: int = 0, third: Any = 0) -> None:
-    _checked(_libc.prctl(option, ctypes.c_ulong(value), third, ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl")
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which has forked it, ends; if it has already, end."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def mount_directory(file_mb: int) -> str:
     """An empty file system for one program, in a mount namespace of its own, where /proc is empty as well."""
-    _checked(_libc.unshare(_CLONE_NEWNS), "unshare")
+    checked(_libc.unshare(_CLONE_NEWNS), "unshare")
     _mount(DIRECTORY, _MS_NOSUID | _MS_NODEV, f"size={file_mb}m,nr_inodes={_INODES},mode=777")
     _mount("/proc", _MS_NOSUID | _MS_NODEV | _MS_RDONLY, "size=1m,mode=555")
     return DIRECTORY
@@ -64,7 +48,7 @@ def mount_directory(file_mb: int) -> str:
 
 def _mount(target: str, flags: int, options: str) -> None:
     arguments = (b"tmpfs", target.encode(), b"tmpfs", ctypes.c_ulong(flags), options.encode())
-    _checked(_libc.mount(*arguments), f"mount {target}")
+    checked(_libc.mount(*arguments), f"mount {target}")
 
 
 def give_up_rights(*, keep_search: bool) -> None:
@@ -77,7 +61,7 @@ def give_up_rights(*, keep_search: bool) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of capabilities 0 to 31; then of the others
     if os.getuid() == 0:
-        _checked(_libc.capget(ctypes.byref(header), ctypes.byref(sets)), "capget")
+        checked(_libc.capget(ctypes.byref(header), ctypes.byref(sets)), "capget")
         if keep_search:
             keep = next((one for one in (_DAC_READ_SEARCH, _DAC_OVERRIDE) if sets[0] >> one & 1), None)
         prctl(_PR_SET_KEEPCAPS, int(keep is not None))
@@ -89,7 +73,7 @@ def give_up_rights(*, keep_search: bool) -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     kept = 0 if keep is None else 1 << keep
     sets[:] = [kept, kept, 0, 0, 0, 0]
-    _checked(_libc.capset(ctypes.byref(header), ctypes.byref(sets)), "capset")
+    checked(_libc.capset(ctypes.byref(header), ctypes.byref(sets)), "capset")
 
 
 def limit(limits: dict[str, Any]) -> None:
@@ -125,7 +109,7 @@ _NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _AUDIT_MACHINE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LAST_KNOWN = 469  # calls that came to Linux later answer "not implemented" until somebody has looked at them
-_CLONE_THREAD, _CLONE_NEW_ANY = 0x00010000, 0x7E020000
+_CLONE_THREAD, _CLONE_FILES, _CLONE_NEW_ANY = 0x00010000, 0x00000400, 0x7E020000
 _O_ACCMODE, _O_TRUNC = 3, 0o1000
 
 # Numbers of refused calls on x86_64 and on aarch64; those from 424 on are the same on both.
@@ -143,6 +127,8 @@ _REFUSED = (
     ((68, 69, 70, 71, 240, 241), (186, 189, 188, 187, 180, 181)),
     # memfd_create, add_key, request_key, keyctl: not counted for any process
     ((319, 248, 249, 250), (279, 217, 218, 219)),
+    # sendmsg, sendmmsg: deleted files whose descriptors are under way in a socketpair are in no table of a process
+    ((46, 307), (211, 269)),
     # bpf, perf_event_open, userfaultfd, fanotify_init, reboot, kexec, modules
     ((321, 298, 323, 300, 169, 246, 320, 175, 313, 176), (280, 241, 282, 262, 142, 104, 294, 105, 273, 106)),
     # swap, acct, quotactl, syslog, clocks, names of the host
@@ -164,6 +150,14 @@ _CLONE, _CLONE3, _OPENAT2 = {"x86_64": 56, "aarch64": 220}, 435, 437
 _FORKS = {"x86_64": (57, 58), "aarch64": ()}
 _SIGNALS = {"x86_64": (62, 234), "aarch64": (129, 131)}  # kill, tgkill
 _PRLIMIT, _PRCTL = {"x86_64": 302, "aarch64": 261}, {"x86_64": 157, "aarch64": 167}
+# What may be asked of a file descriptor: nothing by which it names an owner, or a signal to be sent.
+_FCNTL, _IOCTL = {"x86_64": 72, "aarch64": 25}, {"x86_64": 16, "aarch64": 29}
+_F_SETFL, _O_ASYNC = 4, 0o20000
+# Duplicates, flags, locks, sizes of pipes, seals, hints.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034, 1035, 1036, 1037, 1038)
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2
+_IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
+_CLOSE_RANGE, _UNSHARE = 436, 2
 _FALLOCATE = {"x86_64": 285, "aarch64": 47}
 _OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}  # number, and which argument has the flags
 
@@ -192,8 +186,18 @@ def build_filter(machine: str, *, own_pid: int, metadata: bool) -> bytes:
         code += _answer_if(_EQUAL, number, errno.ENOSYS)
     for number in _FORKS[machine]:
         code += _answer_if(_EQUAL, number, errno.EAGAIN)
-    thread = [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _step(_RETURN, _ERROR | errno.EAGAIN)]
+    # Threads only, which share one table of descriptors: files that are only in another one are not counted.
+    thread = [
+        part
+        for bit in (_CLONE_THREAD, _CLONE_FILES)
+        for part in (_step(_ANY_BIT, bit, 1, 0), _step(_RETURN, _ERROR | errno.EAGAIN))
+    ]
     code += _when(_CLONE[machine], 0, [*_answer_if(_ANY_BIT, _CLONE_NEW_ANY, errno.EPERM), *thread])
+    code += _when(_CLOSE_RANGE, 2, _answer_if(_ANY_BIT, _UNSHARE, errno.EPERM))
+    flags = [_load(2), *_answer_if(_ANY_BIT, _O_ASYNC, errno.EPERM), _step(_RETURN, _ALLOW)]
+    setting = [_step(_EQUAL, _F_SETFL, 0, len(flags)), *flags]
+    code += _when(_FCNTL[machine], 1, [*setting, *_answer_unless(*_FCNTL_COMMANDS)])
+    code += _when(_IOCTL[machine], 1, _answer_unless(*_IOCTL_COMMANDS))
     code += _when(_PRCTL[machine], 0, _answer_if(_EQUAL, _PR_SET_PDEATHSIG, errno.EPERM))
     code += _when(_PRLIMIT[machine], 0, _answer_unless(0))
     for number in _SIGNALS[machine]:
@@ -215,13 +219,20 @@ def _answer_if(test: int, value: int, error: int) -> list[bytes]:
     return [_step(test, value, 0, 1), _step(_RETURN, _ERROR | error)]
 
 
-def _answer_unless(value: int) -> list[bytes]:
-    return [_step(_EQUAL, value, 1, 0), _step(_RETURN, _ERROR | errno.EPERM)]
+def _answer_unless(*values: int) -> list[bytes]:
+    """Answer EPERM where the loaded word is not one of the values."""
+    tests = [_step(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    return [*tests, _step(_RETURN, _ERROR | errno.EPERM)]
+
+
+def _load(argument: int) -> bytes:
+    """The low word of an argument of the call."""
+    return _step(_LOAD, _ARGUMENTS + 8 * argument)
 
 
 def _when(number: int, argument: int, body: list[bytes]) -> list[bytes]:
     """Where the call is `number`: load the low word of an argument, run `body`, and allow what it did not answer."""
-    inner = [_step(_LOAD, _ARGUMENTS + 8 * argument), *body, _step(_RETURN, _ALLOW)]
+    inner = [_load(argument), *body, _step(_RETURN, _ALLOW)]
     return [_step(_EQUAL, number, 0, len(inner)), *inner]
 
 
@@ -245,7 +256,7 @@ def landlock_version() -> int:
 
 
 def _landlock(number: int, *arguments: Any) -> int:
-    return _checked(_libc.syscall(ctypes.c_long(number), *arguments), "landlock")
+    return checked(_libc.syscall(ctypes.c_long(number), *arguments), "landlock")
 
 
 def restrict_files(*, readable: Iterable[str], devices: Sequence[str], writable: str) -> None:
@@ -271,12 +282,34 @@ def restrict_files(*, readable: Iterable[str], devices: Sequence[str], writable:
     os.close(handle)
 
 
+def remove_tree(top: str) -> None:
+    """Remove a directory, whatever is in it, by no recursion: what is in a directory below it is moved up first.
+
+    Nothing in it may run any more. What cannot be removed stays.
+    """
+    name, moved, before = os.path.join(top, secrets.token_hex(8)), 0, None
+    with suppress(OSError):  # it is gone, or beyond reach
+        while (entries := list(os.scandir(top))) and before != (before := {entry.name for entry in entries}):
+            for entry in entries:
+                with suppress(OSError):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    os.chmod(entry.path, 0o700)  # the program may have closed it
+                    for inner in list(os.scandir(entry.path)):
+                        if inner.is_dir(follow_symlinks=False):
+                            os.chmod(inner.path, 0o700)  # else it cannot be moved
+                        os.rename(inner.path, f"{name}{(moved := moved + 1)}")
+                    os.rmdir(entry.path)
+        os.rmdir(top)
+
+
 class Usage:
     """Usage without a kernel limit, measured from outside: threads, and files where no file system bounds them.
 
     `exceeded` measures, every `pause` seconds. Files count with the blocks that they occupy, once for all their names;
-    deleted ones while the process has them open or mapped, but for `not_counted`. What cannot be measured (a directory
-    closed to its owner, or nested beyond reach, more than 4096 entries) counts as exceeded. Beyond `most` bytes a
+    deleted ones while the process has them open or mapped, except `not_counted`. What cannot be measured (a directory
+    closed to its owner, or more than 64 deep, more than 4096 entries) counts as exceeded. Beyond `most` bytes a
     program writes at most its rate of writing times `pause`, plus what is written until a busy machine lets the
     measuring process run. As root, this process sees deleted files only with CAP_SYS_PTRACE; unseen ones are bounded by
     the limits on open files and on the size of each.
@@ -302,9 +335,9 @@ class Usage:
 
     def _named(self, top: str) -> dict[int, int]:
         found: dict[int, int] = {}
-        entries, left = 0, [top]
+        entries, left = 0, [(top, 0)]
         while left:
-            directory = left.pop()
+            directory, depth = left.pop()
             try:
                 with os.scandir(directory) as inside:
                     for entry in inside:
@@ -312,27 +345,36 @@ class Usage:
                         with suppress(FileNotFoundError):
                             found[entry.inode()] = entry.stat(follow_symlinks=False).st_blocks * 512
                             if entry.is_dir(follow_symlinks=False):
-                                left.append(entry.path)
+                                left.append((entry.path, depth + 1))
             except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
                 continue
             except OSError:
                 return {0: self._most + 1}
-            if entries > _INODES or len(directory) > 2048:  # beyond 4096 characters the kernel does not find a path
+            if entries > _INODES or depth > _DEEPEST or len(directory) > 2048:  # of 4096 that a path may have
                 return {0: self._most + 1}
         return found
 
     def _deleted(self) -> dict[int, int]:
+        """Of the first thread that has not ended: all share one table of descriptors and one memory.
+
+        A file that is mapped only counts with the most that a file can have.
+        """
         found: dict[int, int] = {}
         with suppress(OSError):
-            for name in os.listdir(f"/proc/{self._process}/fd"):
-                with suppress(OSError):
-                    file = os.stat(f"/proc/{self._process}/fd/{name}")
-                    if stat.S_ISREG(file.st_mode) and not file.st_nlink and file.st_ino not in self._not_counted:
-                        found[file.st_ino] = file.st_blocks * 512
-            with open(f"/proc/{self._process}/maps", encoding="utf-8", errors="replace") as maps:
-                for line in maps:
-                    parts = line.rstrip("\n").split(maxsplit=5)
-                    if len(parts) == 6 and parts[1][3] == "s" and parts[5].endswith(" (deleted)"):
-                        first, last = (int(end, 16) for end in parts[0].split("-"))
-                        found.setdefault(int(parts[4]), last - first)
+            for thread in os.listdir(f"/proc/{self._process}/task"):
+                place = f"/proc/{self._process}/task/{thread}"
+                with open(f"{place}/maps", encoding="utf-8", errors="replace") as maps:
+                    lines = maps.read().splitlines()
+                for line in lines:
+                    parts = line.split(maxsplit=5)
+                    own = len(parts) == 6 and parts[5].startswith(f"{self._directory}/")
+                    if own and parts[5].endswith(" (deleted)"):
+                        found[int(parts[4])] = self._most
+                for name in os.listdir(f"{place}/fd"):
+                    with suppress(OSError):
+                        file = os.stat(f"{place}/fd/{name}")
+                        if stat.S_ISREG(file.st_mode) and not file.st_nlink and file.st_ino not in self._not_counted:
+                            found[file.st_ino] = file.st_blocks * 512
+                if lines:
+                    break
         return found

@@ -16,18 +16,18 @@ import fractions
 import importlib
 import itertools
 import json
-import os
-import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
+
+from hybridflow.processes.channel import Channel
 
 NAME = "solution"  # of the program as a module; not __main__, so its main part does not run
-_HEADER = struct.Struct("<I")
 _LARGEST = 64 << 20
 _DEEPEST = 100
 _MOST_ITEMS = 10_000  # of an iterator, which may have no end
+_SHOWN = 300  # characters of an error
 _LONG = 1 << 13  # bits from which the decimal form of an int is slow
 _TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}  # the same on both sides
 
@@ -53,50 +53,31 @@ _MADE_FROM: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = 
 _LISTED: tuple[type, ...] = (list, tuple, set, frozenset)
 _MAPPED: tuple[type, ...] = (collections.Counter, collections.OrderedDict, dict)
 _BYTES: tuple[type, ...] = (bytes, bytearray)
+_ARRAYS = "biufcUS"  # kinds of numpy's arrays
 
 
 class ProgramEnded(BaseException):
     """The program is gone: nothing that a test catches."""
 
 
-class Channel:
-    """Messages to and from the other process."""
+class ValueChannel(Channel):
+    """Messages of the tests and the program: JSON objects of up to 64 MiB."""
 
     def __init__(self, source: int, sink: int) -> None:
-        self._source, self._sink = source, sink
+        super().__init__(source, sink, _LARGEST)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Errors: ValueError for one of more than 64 MiB, BrokenPipeError when the other process is gone."""
-        data = json.dumps(message).encode()
-        if len(data) > _LARGEST:
-            raise ValueError(f"a value of {len(data) >> 20} MiB is too large to be passed on")
-        rest = memoryview(_HEADER.pack(len(data)) + data)
-        while rest:
-            rest = rest[os.write(self._sink, rest) :]
+        """Errors: ValueError for one that is too large, BrokenPipeError when the other process is gone."""
+        self.write(json.dumps(message).encode())
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other process is gone. Errors: ValueError for anything else."""
-        header = self._read(_HEADER.size)
-        (length,) = _HEADER.unpack(header) if header else (0,)
-        if length > _LARGEST:
-            raise ValueError(f"a message of {length} bytes")
-        data = self._read(length) if header else b""
-        if not data:
+        if not (data := self.read()):
             return None
         message = json.loads(data)
         if not isinstance(message, dict):
             raise ValueError("not a message")
         return message
-
-    def _read(self, length: int) -> bytes:
-        parts, left = [], length
-        while left:
-            part = os.read(self._source, min(left, 1 << 20))
-            if not part:
-                return b""
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
 
 
 class Remote:
@@ -105,8 +86,9 @@ class Remote:
     `error`: the last exception that it told, as the last line of a traceback; "" for none.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ValueChannel) -> None:
         self._channel = channel
+        self._known: dict[int, tuple[str, Any]] = {}  # functions and classes of the program, by their ids
         self._classes: dict[tuple[str, ...], type[BaseException]] = {}
         self.asked, self.ended, self.error = 0, False, ""
 
@@ -118,11 +100,15 @@ class Remote:
                 raise ValueError(f"{name} was not asked for")
             if "raises" in what:
                 found[name] = self._class(what["raises"])
+                if isinstance(found[name], _ProgramClass):
+                    found[name].call = self._function(name)
             elif "call" in what:
                 found[name] = self._function(name)
             else:
                 found[name] = decode(what["value"])
                 self.asked += 1  # a constant is used without asking
+                continue
+            self._known[id(found[name])] = name, found[name]
         return found
 
     def last_function(self) -> str:
@@ -133,7 +119,7 @@ class Remote:
         def function(*args: Any, **kwargs: Any) -> Any:
             self.asked += 1
             given = {
-                key: encode(value, other=self._refuse) for key, value in {"args": [*args], "kwargs": kwargs}.items()
+                key: encode(value, other=self._given) for key, value in {"args": [*args], "kwargs": kwargs}.items()
             }
             answer = self._ask({"call": name, **given})
             for argument, state in zip(args, answer.get("changed") or []):
@@ -143,12 +129,21 @@ class Remote:
         function.__name__ = function.__qualname__ = name
         return function
 
-    def _refuse(self, value: Any) -> NoReturn:
-        if isinstance(value, Opaque):
+    def _given(self, value: Any) -> Any:
+        """What tests give the program that is no plain value: its own functions and classes, or an exception.
+
+        Errors: TypeError for other objects that it has made itself, which must not decide whether its row is judged;
+        NotJudged for objects of the tests.
+        """
+        if id(value) in self._known:
+            return ["program", self._known[id(value)][0]]
+        kind = value if isinstance(value, type) else type(value)
+        if issubclass(kind, Opaque) or isinstance(kind, _ProgramClass):
             raise TypeError(f"{value!r} is no plain value")
-        kind = type(value).__name__
+        if isinstance(value, BaseException) and _TYPES.get(kind.__name__) is kind:
+            return ["raised", kind.__name__, encode([*value.args], other=self._given)]
         raise NotJudged(
-            f"the tests give the program an object of class {kind}, which only Code(same_process=True) judges"
+            f"the tests give the program an object of class {kind.__name__}, which only Code(same_process=True) judges"
         )
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +156,7 @@ class Remote:
             self.ended = True
             raise ProgramEnded("the program is gone")
         if "error" in answer:
-            self.error = str(answer["error"]["limit"])
+            self.error = str(answer["error"]["limit"])[:_SHOWN]
             raise self._exception(answer["error"])
         return answer
 
@@ -170,7 +165,7 @@ class Remote:
         if not issubclass(kind, Exception) or issubclass(kind, StopIteration | StopAsyncIteration):  # of the tests' own
             return RuntimeError(f"it raised {kind.__name__}")
         try:
-            return kind(*arguments)
+            return type.__call__(kind, *arguments)
         except TypeError:  # a class that wants to be made in its own way
             error = kind.__new__(kind)
             error.args = tuple(arguments)
@@ -184,8 +179,19 @@ class Remote:
             raise ValueError(f"{base} is no exception")
         for count in range(len(own), 0, -1):
             key = (*own[count - 1 :], base)
-            kind = self._classes.setdefault(key, type(own[count - 1], (kind,), {}))
+            kind = self._classes.setdefault(key, _ProgramClass(own[count - 1], (kind,), {}))
         return kind
+
+
+class _ProgramClass(type):
+    """An exception's class of the program, for `except` and `raises`. To call it is to call the program's."""
+
+    call: Callable[..., Any] | None = None
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.call is None:
+            raise TypeError(f"{cls.__name__} is no function of the program")
+        return cls.call(*args, **kwargs)
 
 
 def _change(argument: Any, state: Any) -> None:
@@ -224,7 +230,10 @@ class Opaque:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or any(hasattr(kind, name) for kind in _plain_types()):
+        caller = sys._getframe(1)
+        library = caller.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names
+        library |= "site-packages" in caller.f_code.co_filename  # whose attempt is not what the tests need
+        if library or name.startswith("__") or any(hasattr(kind, name) for kind in _plain_types()):
             raise AttributeError(f"{name!r}: {self} is no plain value")
         raise NotJudged(f"the tests use .{name} of {self}, which only Code(same_process=True) judges")
 
@@ -297,18 +306,8 @@ def _running(value: Any, items: Callable[[Any], list[Any]]) -> Any:
 def _plain_types() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")
     arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
-    return (
-        str,
-        int,
-        float,
-        *_LISTED,
-        *_MAPPED,
-        *_BYTES,
-        *_MADE_FROM,
-        types.GeneratorType,
-        types.CoroutineType,
-        *arrays,
-    )
+    running = (types.GeneratorType, types.CoroutineType)
+    return (str, int, float, *_LISTED, *_MAPPED, *_BYTES, *_MADE_FROM, *running, *arrays)
 
 
 async def _wait(awaitable: Any) -> Any:
@@ -321,7 +320,7 @@ def _of_numpy(value: Any) -> Any:
         return None
     if isinstance(value, numpy.generic) and not isinstance(value.item(), numpy.generic | bytes | tuple):
         return ["one", encode(value.item())]
-    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcUS":
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in _ARRAYS:
         content = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
         return ["array", value.dtype.str, list(value.shape), content]
     return None
@@ -360,7 +359,10 @@ def _made(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _array(dtype: str, shape: list[int], content: str) -> Any:
     numpy = importlib.import_module("numpy")
-    return numpy.frombuffer(base64.b64decode(content), dtype=numpy.dtype(dtype)).reshape(shape).copy()
+    kind = numpy.dtype(dtype)
+    if kind.kind not in _ARRAYS:
+        raise ValueError(f"not a value: an array of {dtype}")
+    return numpy.frombuffer(base64.b64decode(content), dtype=kind).reshape(shape).copy()
 
 
 def _iterator(items: list[Any], more: bool) -> Iterator[Any]:
@@ -382,6 +384,12 @@ _MAKE: dict[Any, Callable[..., Any]] = {
     "coroutine": lambda value: _ready(decode(value)),
     "opaque": lambda name, true, called: (_OpaqueCallable if called else Opaque)(name, true),
 }
+
+
+def take_objects(named: Callable[[str], Any]) -> None:
+    """In the process of the program: let tests give it what it has defined, by name, and builtin exceptions."""
+    _MAKE["program"] = named
+    _MAKE["raised"] = lambda name, args: _TYPES[name](*decode(args))
 
 
 async def _ready(value: Any) -> Any:

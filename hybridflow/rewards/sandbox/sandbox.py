@@ -6,22 +6,20 @@ import json
 import logging
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from hybridflow.errors import ConfigError, RewardError, nearest
-from hybridflow.rewards.sandbox.containment import DIRECTORY, EMPTY
+from hybridflow.processes.supervisor import ONE_THREAD, ServerProcess
+from hybridflow.rewards.sandbox.containment import DIRECTORY, EMPTY, remove_tree
 from hybridflow.rewards.sandbox.run import CodeResult, Limits, Result, Run, judgement
 
 _log = logging.getLogger(__name__)
@@ -29,15 +27,13 @@ _log = logging.getLogger(__name__)
 Mechanism = Literal["bubblewrap", "landlock"]
 _PACKAGE = Path(__file__).resolve().parents[2]
 _MAIN = "import json, sys; c = json.loads(sys.argv[1]); sys.path.append(c['root']); "
-_MAIN += "from hybridflow.rewards.sandbox.fork_server import main; main(c)"
-_START_SECONDS = 60.0
+_MAIN += "from hybridflow.rewards.sandbox.runner import main; main(c)"
 _JUDGE_SECONDS = 5.0  # more than the program has, whose end is reported first
 _SYSTEM = (
     *("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives"),
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "program", "MALLOC_ARENA_MAX": "2"}
 
 
@@ -113,18 +109,9 @@ class Sandbox:
 
     def close(self) -> None:
         """End the fork server, and with it whatever still runs."""
-        with suppress(OSError):  # it is gone already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        try:
-            self._process.wait(_START_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        if self._process.stderr:
-            self._process.stderr.close()
+        self._server.close()
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove_tree(self._scratch)
 
     def __enter__(self) -> Self:
         return self
@@ -133,43 +120,30 @@ class Sandbox:
         self.close()
 
     def _start(self) -> None:
-        self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._scratch = None
+        self._lock, self._scratch = threading.Lock(), None
         if self.mechanism == "landlock":
             self._scratch = tempfile.mkdtemp(prefix="hybridflow-program-")
             os.chmod(self._scratch, 0o711)
-        config = _configuration(theirs.fileno(), self._scratch)
         python = getattr(sys, "_base_executable", None) or sys.executable  # it needs nothing but its own directory
-        command = [python, "-I", "-S", "-B", "-c", _MAIN, json.dumps(config)]
-        with theirs:
-            self._process = subprocess.Popen(
-                command if self._scratch else [*_bubblewrap(config), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
-                cwd="/",
-                env=_ENVIRONMENT | _THREADS,
-                start_new_session=True,
-            )
-        self._socket.settimeout(_START_SECONDS)
+
+        def command(end: int) -> list[str]:
+            config = _configuration(end, self._scratch)
+            inside = [python, "-I", "-S", "-B", "-c", _MAIN, json.dumps(config)]
+            return inside if self._scratch else [*_bubblewrap(config), *inside]
+
         try:
-            answer = json.loads(self._socket.recv(1 << 16) or b'{"error": ""}')
+            self._server = ServerProcess(command, environment=_ENVIRONMENT | ONE_THREAD, seconds=60.0, directory="/")
         except OSError as error:
-            answer = {"error": str(error)}
-        if "error" in answer:
-            said = b"" if self._process.poll() is None else self._process.communicate()[1]
-            self.close()
-            reason = answer["error"] or said.decode(errors="replace").strip() or "its server ended"
-            raise RewardError(f"The sandbox does not start: {reason}")
+            if self._scratch is not None:
+                remove_tree(self._scratch)
+            raise RewardError(f"The sandbox does not start: {error}") from None
 
     def _launch(self, limits: Limits, ends: list[int]) -> None:
         """Have the server run what the ends of a `Run` describe. Errors: RewardError where it is gone."""
         wanted = {name: getattr(limits, name) for name in ("seconds", "memory_mb", "file_mb", "cpu")}
         try:
             with self._lock:
-                socket.send_fds(self._socket, [json.dumps(wanted).encode()], ends)
+                self._server.ask("fork", wanted, ends)
         except OSError as error:
             raise RewardError(
                 f"A contained program could not be started: {error}. Its sandbox may be closed."

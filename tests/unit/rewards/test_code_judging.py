@@ -423,3 +423,43 @@ def test_forms_of_the_field_keep_their_score(score):
         ),
     ]
     assert score(cases) == [1.0] * len(cases)
+
+
+# Programs whose names, classes and objects are not what the tests expect: wrong, and no failure of the judge.
+ROUND = ["assert decode(encode('ab')) == 'ab'"]
+STRANGE = {
+    "an exception": "class encode(ValueError): pass\ndef decode(s): return s",
+    "a true exception": "class encode(ValueError): pass\ndef decode(s): return 'ab' if s else s",
+    "a builtin exception": "encode = ValueError\ndef decode(s): return s",
+    "a class": "class encode:\n    def __init__(self, s): pass\ndef decode(s): return s",
+    "a type": "def encode(s): return object\ndef decode(s): return s",
+    "a function": "def encode(s): return lambda: s\ndef decode(s): return s()",
+    "an error": "class encode(BaseException): pass\ndef decode(s): raise encode(s)",
+    "a metaclass": "class M(type):\n    def __instancecheck__(c, o): return True\n"
+    "    __class__ = property(lambda c: str)\n"
+    "class encode(ValueError, metaclass=M): pass\ndef decode(s): return s",
+    "a name of the judge": "class NotJudged(BaseException): pass\ndef encode(s): raise NotJudged(s)\ndecode = encode",
+    "a class of str": "class S(str):\n    __class__ = property(lambda s: exit)\n    def __eq__(s, o): return True\n"
+    "def encode(s): return s\ndef decode(s): return S('no')",
+    "a name that is missing": "class decode(KeyError): pass",
+}
+
+
+def test_no_program_makes_its_row_a_failure_of_the_judge(score):
+    found = dict(zip(STRANGE, score([(program, ROUND) for program in STRANGE.values()])))
+    assert {name: answer for name, answer in found.items() if answer != 0.0} == {}
+    tests = ["assert is_even(2)", "assert limit == 3"]
+    assert score([("class is_even(ValueError): pass\nlimit = 4", tests)]) == [0.0]
+    kinds = [["assert g(type(f(1))) == 1"], ["import json\nassert json.load(f(1)) == 1"]]
+    own = "def f(x): return (lambda: x) if x else x\ndef g(x): return 1"
+    assert score([(own, test) for test in kinds]) == [0.0] * len(kinds)
+
+
+def test_tests_may_give_a_program_its_own_functions_and_exceptions(score):
+    cases = [
+        ("def apply(f, x): return f(x)\ndef inc(x): return x + 1", ["assert apply(inc, 3) == 4"]),
+        ("def apply(f, x): return f(x)\ndef inc(x): return x + 1", ["assert apply(inc, 3) == 5"]),
+        ("def told(error): return str(error)", ["assert told(ValueError('late')) == 'late'"]),
+        ("encode = ValueError\ndef decode(e): return e.args[0]", ROUND),
+    ]
+    assert score(cases) == [1.0, 0.0, 1.0, 1.0]

@@ -124,7 +124,7 @@ WRONG = {
     "forges the channel": (
         "import json, os, struct\nvalue = {'add': {'value': ['type', 'str']}}\n"
         "data = json.dumps({'names': value}).encode()\n"
-        "os.write(4, struct.pack('<I', len(data)) + data)\ndef add(a, b): return 0",
+        "os.write(4, struct.pack('!Q', len(data)) + data)\ndef add(a, b): return 0",
         "TypeError",
     ),
     "looks for the tests": (
@@ -260,8 +260,8 @@ def test_a_sandbox_that_is_lost_is_a_row_failure(monkeypatch):
 
     def watched(self, *args, **named):
         seen.append(self)
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        os.killpg(self._server._process.pid, signal.SIGKILL)
+        self._server._process.wait()
         return judge(self, *args, **named)
 
     judge = Sandbox.judge

@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import cloudpickle
 import numpy as np
@@ -22,8 +22,8 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import Functions, Overlong, RowFailure, from_compute_score, per_row
 from hybridflow.rewards import functions as reward_functions
-from hybridflow.rewards.calling import CallLimit, name_of
-from hybridflow.rewards.functions import weighted_sum
+from hybridflow.rewards.function_adapters import name_of
+from hybridflow.rewards.functions import CallLimit, weighted_sum
 from tests import example_rewards as examples
 from tests.example_rewards import (
     blocks_on_three,
@@ -169,6 +169,52 @@ def test_a_late_row_is_an_error_that_names_it():
     with pytest.raises(RewardError, match=r"hangs_on_three took longer than 1 s at row 71\. Fix .*'rewards'"):
         strict(PROMPTS, RESPONSES, ANSWERS, ROWS)
     strict.close()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "zero"])
+def test_a_function_that_hangs_is_not_called_for_every_row_before_the_error(tmp_path, on_failure):
+    log = tmp_path / "calls"
+
+    def hangs_always(prompts, completions):
+        with open(log, "a") as file:
+            file.write("called\n")
+        time.sleep(60)
+
+    hanging = Functions(hangs_always, workers=1, timeout=0.3, on_failure=on_failure)
+    late = pytest.raises(RewardError, match=r"longer than 0\.3 s at row 0")
+    with late if on_failure == "raise" else nullcontext():
+        assert hanging(PROMPTS * 2, RESPONSES * 2, {}).rewards.tolist() == [0.0] * 8
+    hanging.close()
+    assert log.read_text().count("called") == (2 if on_failure == "raise" else 9)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_that_raises_an_interrupt_fails_alone(workers):
+    @per_row
+    def interrupts(prompt, response, answer):
+        if answer == "3":
+            raise KeyboardInterrupt
+        return 1.0
+
+    both = Functions(interrupts, workers=workers, on_failure="zero")
+    scores = both(PROMPTS, RESPONSES, ANSWERS)
+    assert scores.rewards.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert scores.failures[1].startswith("interrupts: raised KeyboardInterrupt (")
+    both.close()
+
+
+def test_an_interrupt_by_the_user_ends_the_call():
+    def interrupted(prompts, completions):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Functions(interrupted, on_failure="zero")(PROMPTS, RESPONSES, {})
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def hangs(prompts, completions):

@@ -15,7 +15,7 @@ import torch
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ProcessPool, RowFailure
-from hybridflow.rewards.calling import plain
+from hybridflow.rewards.process_pool import plain
 
 
 def behaving():

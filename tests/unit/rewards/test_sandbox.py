@@ -204,6 +204,31 @@ def test_the_kernel_refuses_what_reaches_beyond_the_program(sandbox):
     assert (result.status, result.stdout) == ("ok", "refused\n"), result
 
 
+OWNERS = (
+    "import array, ctypes, fcntl, os, signal, socket, sys\n"
+    "libc = ctypes.CDLL(None, use_errno=True)\n"
+    "one, other = socket.socketpair()\nread, write = os.pipe()\n"
+    "for target in (os.getppid(), {judge}, 1, -1):\n"
+    "    for end in (one.fileno(), read):\n"
+    "        for number, command, value in ((72, fcntl.F_SETOWN, target), (72, fcntl.F_SETSIG, signal.SIGKILL),\n"
+    "                                       (72, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)):\n"
+    "            assert libc.syscall(number, end, command, value) == -1\n"
+    "        kind = ctypes.create_string_buffer(array.array('i', [1, target]).tobytes())\n"
+    "        assert libc.syscall(72, end, 15, kind) == -1\n"
+    "        for command, value in ((0x8901, target), (0x8902, target), (0x5452, 1)):\n"
+    "            held = ctypes.create_string_buffer(array.array('i', [value]).tobytes())\n"
+    "            assert libc.syscall(16, end, command, held) == -1\n"
+    "    other.send(b'x')\n    os.write(write, b'x')\n"
+    "print('refused')"
+)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are those of x86_64")
+def test_no_descriptor_sends_a_signal_to_others(sandbox):
+    result = sandbox.run(OWNERS.format(judge=os.getpid()), limits=FAST)
+    assert (result.status, result.stdout) == ("ok", "refused\n"), result
+
+
 def test_files_of_the_user_cannot_be_read(sandbox, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("of the user")

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.rewards.sandbox.containment import build_filter
-from hybridflow.rewards.sandbox.program import Channel, NotJudged, Opaque, ProgramEnded, Remote, decode, encode
+from hybridflow.rewards.sandbox.program import NotJudged, Opaque, ProgramEnded, Remote, ValueChannel, decode, encode
 
 ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -72,6 +72,24 @@ CALLS = {
     "limits of another": (302, 261, (78,), errno.EPERM),
     "death signal": (157, 167, (1, 0), errno.EPERM),
     "thread name": (157, 167, (15, 0), 0),
+    "flags": (72, 25, (3, 4, os.O_NONBLOCK), 0),
+    "a lock": (72, 25, (3, 7), 0),
+    "an owner": (72, 25, (3, 8, 78), errno.EPERM),
+    "a signal": (72, 25, (3, 10, 9), errno.EPERM),
+    "an owner's kind": (72, 25, (3, 15), errno.EPERM),
+    "a lease": (72, 25, (3, 1024, 1), errno.EPERM),
+    "notices of a directory": (72, 25, (3, 1026, 1), errno.EPERM),
+    "asynchronous": (72, 25, (3, 4, os.O_NONBLOCK | 0o20000), errno.EPERM),
+    "an owner by ioctl": (16, 29, (3, 0x8901), errno.EPERM),
+    "an owner of a socket": (16, 29, (3, 0x8902), errno.EPERM),
+    "asynchronous by ioctl": (16, 29, (3, 0x5452), errno.EPERM),
+    "terminal or not": (16, 29, (3, 0x5401), 0),
+    "not blocking by ioctl": (16, 29, (3, 0x5421), 0),
+    "descriptors under way": (46, 211, (), errno.EPERM),
+    "many descriptors under way": (307, 269, (), errno.EPERM),
+    "thread with descriptors of its own": (56, 220, (0x3D0F00 & ~0x400,), errno.EAGAIN),
+    "descriptors of its own": (436, 436, (3, 99, 2), errno.EPERM),
+    "closing a range": (436, 436, (3, 99, 4), 0),
     "a call of the future": (471, 471, (), errno.ENOSYS),
 }
 
@@ -231,7 +249,7 @@ def remote():
     """A program behind a channel, and the list of answers that it gives, whatever it is asked."""
     there, back = os.pipe(), os.pipe()
     answers: list = []
-    far = Channel(there[0], back[1])
+    far = ValueChannel(there[0], back[1])
 
     def serve():
         while far.receive() is not None:
@@ -239,7 +257,7 @@ def remote():
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield Remote(Channel(back[0], there[1])), answers
+    yield Remote(ValueChannel(back[0], there[1])), answers
     os.close(there[1])
     thread.join(10)
     for end in (there[0], *back):
@@ -307,7 +325,7 @@ def test_names_that_were_not_asked_for_are_refused(remote):
 
 def test_an_ended_program_is_told():
     there, back = os.pipe(), os.pipe()
-    program = Remote(Channel(back[0], there[1]))
+    program = Remote(ValueChannel(back[0], there[1]))
     for end in (there[0], back[1]):
         os.close(end)
     with pytest.raises(ProgramEnded):

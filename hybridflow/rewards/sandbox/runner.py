@@ -15,7 +15,6 @@ import json
 import linecache
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -24,54 +23,41 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+from hybridflow.processes.fork_server import die_with_parent, serve
 from hybridflow.rewards.sandbox import containment, judge
-from hybridflow.rewards.sandbox.program import NAME, Channel, Remote, decode, encode
+from hybridflow.rewards.sandbox.program import NAME, Remote, ValueChannel, decode, encode, take_objects
 
 CHANNEL = (3, 4)
 FILE = "main.py"  # what tracebacks call the program
 _MUTABLE = (list, dict, set, bytearray)
 
 
-class Ends(NamedTuple):
-    """File descriptors of one run; `channel` is two, or none."""
-
-    control: int
-    job: int
-    stdin: int
-    stdout: int
-    stderr: int
-    channel: tuple[int, ...]
-
-
 def main(config: dict[str, Any]) -> NoReturn:
     """Serve until the other end of the socket is closed; never returns."""
-    connection = socket.socket(fileno=config["socket"])
+    owner = socket.socket(fileno=config["socket"])
     try:
         if config["scratch"] is not None:
             containment.landlock_version()
     except OSError as error:
-        connection.send(json.dumps({"error": str(error)}).encode())
+        owner.send(json.dumps(str(error)).encode())
         os._exit(1)
     # Programs may import what is installed beside hybridflow, but not from the directory of its sources.
     sys.path[:] = [*(path for path in sys.path if path != config["root"]), *config["packages"]]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by themselves; the kernel buries them
     gc.collect()
     gc.freeze()
-    connection.send(b"{}")
+    owner.send(json.dumps("").encode())
     me = os.getpid()
-    while True:
-        request, ends, _, _ = socket.recv_fds(connection, 1 << 16, 16)
-        if not request:
-            _remove(config["scratch"])
-            os._exit(0)
-        if os.fork() == 0:
-            with _never_back(ends[0]):
-                connection.close()
-                _supervise(config, json.loads(request), Ends(*ends[:5], channel=tuple(ends[5:])), me)
-        for end in ends:
-            os.close(end)
+
+    def run(limits: dict[str, Any], ends: list[int]) -> None:
+        with _never_back(ends[0]):
+            _supervise(config, limits, ends, me)
+
+    serve(owner, run, answers=False)
+    _remove(config["scratch"])
+    os._exit(0)
 
 
 def _remove(scratch: str | None) -> None:
@@ -83,7 +69,9 @@ def _remove(scratch: str | None) -> None:
         time.sleep(0.01)
 
 
-def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: Ends, parent: int) -> None:
+def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: list[int], parent: int) -> None:
+    """`ends`: for control, of the job, and those of the program: 0, 1, 2, and its channel."""
+    control, *others = ends
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     scratch = None if config["scratch"] is None else os.path.join(config["scratch"], str(os.getpid()))
     if scratch is not None:
@@ -94,18 +82,18 @@ def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: Ends, paren
         start, me = time.monotonic(), os.getpid()
         child = os.fork()
         if child == 0:
-            with _never_back(ends.control):
-                _become_program(config, limits, ends, scratch, me)
-        counted = containment.Usage(child, scratch, limits["file_mb"] << 20, ends[2:5])
-        for end in (ends.job, ends.stdin, ends.stdout, ends.stderr, *ends.channel):
+            with _never_back(control):
+                _become_program(config, limits, others, scratch, me)
+        counted = containment.Usage(child, scratch, limits["file_mb"] << 20, others[1:4])
+        for end in others:
             os.close(end)
-        end = _wait(child, ends.control, limits["seconds"], counted, parent)
+        end = _wait(child, control, limits["seconds"], counted, parent)
         _, status, used = os.wait4(child, 0)
         cpu, seconds = used.ru_utime + used.ru_stime, time.monotonic() - start
     finally:
         if scratch is not None:
-            _empty(scratch)
-    _tell(ends.control, end=end, exit=status, cpu=cpu, seconds=seconds)
+            containment.remove_tree(scratch)
+    _tell(control, end=end, exit=status, cpu=cpu, seconds=seconds)
 
 
 def _wait(child: int, control: int, seconds: float, used: containment.Usage, parent: int) -> str:
@@ -128,24 +116,15 @@ def _wait(child: int, control: int, seconds: float, used: containment.Usage, par
     return end
 
 
-def _empty(directory: str) -> None:
-    for top, names, _ in os.walk(directory):
-        for path in (os.path.join(top, name) for name in names):
-            with suppress(OSError):  # beyond reach
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)  # the program may have closed it
-    shutil.rmtree(directory, ignore_errors=True)
-
-
 def _become_program(
-    config: dict[str, Any], limits: dict[str, Any], ends: Ends, scratch: str | None, parent: int
+    config: dict[str, Any], limits: dict[str, Any], ends: list[int], scratch: str | None, parent: int
 ) -> None:
     """In the process of the program: give everything up, and run it."""
-    with os.fdopen(os.dup(ends.job), "rb") as file:
+    with os.fdopen(os.dup(ends[0]), "rb") as file:
         job = json.loads(file.read())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    _keep_only([ends.stdin, ends.stdout, ends.stderr, *ends.channel])
+    _keep_only(ends[1:])
     if scratch is None:
         directory = containment.mount_directory(limits["file_mb"])
     else:
@@ -154,7 +133,7 @@ def _become_program(
         containment.restrict_files(readable=readable, devices=config["devices"], writable=directory)
     os.chdir(directory)
     containment.give_up_rights(keep_search=scratch is not None and config["search"])
-    containment.die_with_parent(parent)
+    die_with_parent(parent)
     containment.limit(limits)
     containment.filter_calls(metadata=scratch is None)
     _run(job, directory)
@@ -208,14 +187,14 @@ def _run(job: dict[str, Any], directory: str) -> NoReturn:
     if job["kind"] == "judge":
         _end(lambda: os.write(verdict, json.dumps(_judge(job)).encode()))
     if job["kind"] == "serve":
-        _end(lambda: _serve(job["program"], Channel(*CHANNEL)))
+        _end(lambda: _serve(job["program"], ValueChannel(*CHANNEL)))
     _end(lambda: _load(job["program"], "__main__"))
 
 
 def _judge(job: dict[str, Any]) -> dict[str, Any]:
     beside = job.get("program")
     if beside is None:
-        return judge.run(job, Remote(Channel(*CHANNEL)))
+        return judge.run(job, Remote(ValueChannel(*CHANNEL)))
     return judge.run(job, Local(lambda: vars(_load(beside, NAME))))
 
 
@@ -264,9 +243,10 @@ def _load(source: str, name: str) -> types.ModuleType:
     return module
 
 
-def _serve(source: str, channel: Channel) -> None:
+def _serve(source: str, channel: ValueChannel) -> None:
     """Load the program, and call its functions as the tests ask until they are through."""
     names, failure = {}, None
+    take_objects(lambda name: find(names, name))
     try:
         names = vars(_load(source, NAME))
     except Exception as error:  # the program's, told to the tests when they ask for its names
