@@ -10,8 +10,10 @@ import asyncio
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridflow.environments.rendering import ContextFullError, Message
@@ -28,18 +30,20 @@ class _Answering(Protocol):
 
 
 class Endpoint:
-    """Serves the conversations that are open, each by a key of its own; begins with the first."""
+    """Serves the conversations that are open, each by a key of its own, in `loop`; begins with the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._lock = loop, threading.Lock()
         self._open: dict[str, _Answering] = {}
         self._socket: socket.socket | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._serving: Future[None] | None = None
 
     def open(self, conversation: _Answering) -> tuple[str, str]:
-        """The base URL, and the key of this conversation."""
-        if self._socket is None:
-            self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-            self._serving = asyncio.get_running_loop().create_task(self._serve(self._socket))
+        """The base URL, and the key of this conversation; from any thread."""
+        with self._lock:
+            if self._socket is None:
+                self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+                self._serving = asyncio.run_coroutine_threadsafe(self._serve(self._socket), self._loop)
         key = secrets.token_urlsafe(24)
         self._open[key] = conversation
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1", key

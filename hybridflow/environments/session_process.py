@@ -61,10 +61,10 @@ class _Running:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, int], asyncio.Future[Turn]] = {}
         self._asked = 0
-        self._endpoint = Endpoint()
         self._renderers = lru_cache(maxsize=64)(self._new_renderer)
 
     async def serve(self, connection: socket.socket) -> None:
+        self._endpoint = Endpoint(asyncio.get_running_loop())
         reader, self._writer = await asyncio.open_connection(sock=connection)
         beats = asyncio.create_task(self._beat())
         try:

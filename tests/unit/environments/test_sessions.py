@@ -258,6 +258,25 @@ def test_deep_json_is_a_bad_request(checkpoint):
     assert (one.failure, one.ending.reward) == (None, 1.0)
 
 
+async def ask_in_a_thread(row, model):
+    """A blocking agent, which alone reads where the endpoint is."""
+    import urllib.request
+
+    def agent() -> str:
+        body = json.dumps({"messages": [{"role": "user", "content": row["prompt"]}]}).encode()
+        headers = {"Authorization": f"Bearer {model.api_key}", "Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{model.base_url}/chat/completions", body, headers)
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+
+    return float(await asyncio.to_thread(agent) == "x")
+
+
+def test_an_agent_in_a_thread_finds_the_endpoint(checkpoint):
+    found = run(Program(ask_in_a_thread), checkpoint, [{"prompt": "a"}, {"prompt": "b"}], lambda *_: "x", seconds=60.0)
+    assert [(one.failure, one.ending.reward) for one in found] == [(None, 1.0)] * 2
+
+
 async def solve(row, model):
     messages = [{"role": "user", "content": row["prompt"]}]
     answers = [await model.chat(messages) for _ in range(2)]
