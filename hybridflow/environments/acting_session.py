@@ -106,7 +106,8 @@ class ActingSession:
         if not self._engine.is_first:
             return None
         acted = [] if turns is None else turns.take()
-        report_failures(acted, raises=self._agent is not None and self._agent.on_failure == "raise")
+        if self._agent is not None:
+            report_failures(acted, self._agent)
         return acted
 
     def advance_while(self, going: Callable[[], bool]) -> None:

@@ -23,12 +23,14 @@ from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError
-from hybridflow.settings import require
+from hybridflow.settings import is_number, require
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """With on_failure="retry"."""
+_ENOUGH = 8
+"""Trajectories of which the share that failed says something."""
 _CONVERSATIONS = 4
 """Of one trajectory that have their KV cache."""
 
@@ -40,6 +42,8 @@ class Agent:
     The agents run in `workers` processes per generation replica, `concurrency` trajectories at once. A call of a tool,
     an environment or `solve` (between two turns of the model) may take `timeout` seconds. A trajectory whose
     environment failed is masked ("mask"), begun anew up to two times and then masked ("retry"), or an error ("raise").
+    Where more than the share `max_failed` of a replica's trajectories failed, or all of them, that is an error, too (of
+    at least eight, so that chance decides nothing).
     """
 
     tools: Sequence[Callable[..., Any]] = ()
@@ -50,6 +54,7 @@ class Agent:
     concurrency: int = 256
     timeout: float = 60.0
     on_failure: Literal["mask", "retry", "raise"] = "mask"
+    max_failed: float = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -73,6 +78,8 @@ class Agent:
             whole(name)
         good = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool) and self.timeout > 0
         require(good, f"timeout={self.timeout!r}: give seconds, above 0.")
+        good = is_number(self.max_failed) and 0 <= self.max_failed <= 1
+        require(good, f"max_failed={self.max_failed!r}: give a share, from 0 to 1.")
         choices = ("mask", "retry", "raise")
         require(self.on_failure in choices, f"on_failure={self.on_failure!r}: give one of {', '.join(choices)}.")
         require(
@@ -313,16 +320,16 @@ class AgentTurns:
         return next(index for index in count() if index not in past and f"{row_id}.{index}" not in self._asked)
 
 
-def report_failures(ended: Collection[Acted], raises: bool) -> None:
-    """Logs a warning with the first trajectories whose environment failed.
-
-    Errors: RewardError instead, where the call `raises`.
-    """
+def report_failures(ended: Collection[Acted], agent: Agent) -> None:
+    """Logs a warning with the first trajectories whose environment failed. Errors: RewardError instead, where the
+    agent says so, and where too many failed."""
     failed = [(one.begun.row_id, one.end.failure) for one in ended if one.end.failure is not None]
     if not failed:
         return
     named = "; ".join(f"row {row_id}: {why}" for row_id, why in failed[:3])
     text = f"the environments of {len(failed)} of {len(ended)} trajectories failed: {named}."
-    if raises:
+    if agent.on_failure == "raise":
         raise RewardError(f'{text} on_failure="mask" or "retry" would train on the others.')
+    if len(ended) >= _ENOUGH and (len(failed) == len(ended) or len(failed) > agent.max_failed * len(ended)):
+        raise RewardError(f"{text} The limit is max_failed={agent.max_failed:g}, and all of them are always too many.")
     logger.warning("%s They are masked.", text)

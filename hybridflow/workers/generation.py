@@ -167,7 +167,7 @@ class Generation:
             self._sessions.close()  # its trajectories would go on in the next call
             raise
         acted = turns.take()
-        report_failures(acted, raises=agent.on_failure == "raise")
+        report_failures(acted, agent)
         own, several = self.trajectory_batch(acted, sampling.n, agent)
         carried = batch[torch.tensor([at // sampling.n for at, rows in enumerate(several) for _ in rows])]
         return carried.with_columns(**{name: own[name] for name in own.columns})
