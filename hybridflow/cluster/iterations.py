@@ -47,8 +47,11 @@ class IterationSeconds:
     iteration: int
 
     def get(self) -> dict[str, float]:
-        """`time/<role>.<method>` in seconds; waits for the iteration. Errors: WorkerError of a call that failed."""
-        return {f"time/{name}": seconds for name, seconds in self.iterations.seconds(self.iteration).items()}
+        """`time/<role>.<method>` in seconds, and `time/iteration`, from the end of the iteration before to that of this
+        one (unless there was none); waits for the iteration. Errors: WorkerError of a call that failed."""
+        found = {f"time/{name}": seconds for name, seconds in self.iterations.seconds(self.iteration).items()}
+        span = self.iterations.span(self.iteration)
+        return found if span is None else {"time/iteration": span, **found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Incident:
 class _Iteration:
     waiting: list[RankOutput] = field(default_factory=list)  # statuses not yet examined
     seconds: PerRank = field(default_factory=dict)  # of finished calls
+    end: float = 0.0  # of the last of them
 
 
 @dataclass
@@ -233,6 +237,7 @@ class Iterations:
                 for event in status.events:
                     key = (f"{event.role}.{event.method}", output.origin.rank)
                     one.seconds[key] = one.seconds.get(key, 0.0) + event.seconds
+                    one.end = max(one.end, event.end)
                 if self.events is not None:
                     self._add(number, *status.events)
                     self._note_skipped(number, status)
@@ -265,6 +270,14 @@ class Iterations:
             for (name, _), spent in one.seconds.items():
                 out[name] = max(out.get(name, 0.0), spent)
         return out
+
+    def span(self, iteration: int) -> float | None:
+        """Seconds from the end of the calls of the iteration before to that of this one's; None where that says
+        nothing."""
+        before, one = self._all.get(iteration - 1), self._all.get(iteration)
+        if before is None or one is None or not 0.0 < before.end < one.end:
+            return None
+        return one.end - before.end
 
     def wait(
         self, outputs: Sequence[RankOutput], done: list[tuple[RankOutput, Status]] | None = None
