@@ -27,7 +27,7 @@ WINDOW = 5
 
 def settings_of(*arguments: str) -> Any:
     """The recipe's settings with a few large mini-batches, for little sampling noise and few steps of drift."""
-    return settings.read(ppo.DEFAULTS, ["batch_size=1024", "minibatches=2", "steps=12", *arguments])
+    return settings.read(ppo.DEFAULTS, ["batch_size=1024", "minibatches=2", "steps=12", *arguments], ppo.SMALL)
 
 
 def rewards(pool: hf.ResourcePool, files: arithmetic.ArithmeticFiles, cfg: Any, control: str) -> list[float]:

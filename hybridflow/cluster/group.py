@@ -353,9 +353,21 @@ class WorkerGroup:
         every = [(one, name) for one in self.session.groups.values() for name in one.operations]
         every.sort(key=lambda one: (one[0].operations[one[1]].later, one[0] is not self))  # sessions of rows last
         for group, name in every:
-            if column in group.usually_writes(name):
+            if column in group.usually_writes(name) and group.can_run(name):
                 return f": call {group.name}.{name}(batch) first."
         return f" and no group writes it: the prompts must bring it.{nearest(column, ref.columns)}"
+
+    def can_run(self, name: str) -> bool:
+        """Whether the group's settings alone do not forbid an operation."""
+        check = self.operations[name].check
+        try:
+            if check is not None:
+                check(self.settings, {})
+        except KeyError:  # it looks at the call
+            return True
+        except HybridFlowError:
+            return False
+        return True
 
     def usually_writes(self, name: str) -> tuple[str, ...]:
         """Columns that an operation writes with its default settings."""

@@ -332,9 +332,9 @@ def test_a_setting_nobody_knows_gets_the_nearest_name(four, batch):
 
 
 def test_a_missing_column_names_who_writes_it(four, two, batch):
-    with pytest.raises(MissingColumnError, match=r"two.copy reads 'z'; no call has written it: call four.balanced\("):
+    with pytest.raises(MissingColumnError, match=r"two.copy reads 'z'; no call has written it: call two.balanced\("):
         two.copy(batch, column="z")
-    with pytest.raises(MissingColumnError, match=r"reads 'copied'; .* call four.copy\(batch\) first"):
+    with pytest.raises(MissingColumnError, match=r"reads 'copied'; .* call two.copy\(batch\) first"):
         two.copy(batch, column="copied")
     with pytest.raises(MissingColumnError, match=r"reads 'advantages'; .* call hf.compute_advantage\(batch"):
         two.copy(batch, column="advantages")
