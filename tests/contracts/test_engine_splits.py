@@ -85,6 +85,7 @@ def test_gradients_do_not_depend_on_the_split(processes, paths, whole, split):
     assert_equal(run(processes, paths, micro_tokens, parts, some(split)), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("split", ["1 rank, row by row", "2 ranks, balanced", "4 ranks, one without rows"])
 def test_a_trajectory_of_several_rows_counts_as_one_row(processes, paths, whole, split, packed):

@@ -70,6 +70,7 @@ def test_a_pass_that_fails_on_one_rank_fails_on_all_where_it_can_be_ended(proces
         assert {place: SAID[place] for place in places if SAID[place] not in rank["errors"][place]} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "place"),
     [("fsdp-2", "forward"), ("fsdp-2", "backward"), ("fsdp-2-tp-2", "outputs"), ("megatron-tp-dp", "forward")],
@@ -83,6 +84,7 @@ def test_where_peers_are_left_inside_a_pass_every_rank_refuses_further_calls(pro
         assert all("forward_backward failed" in error and "checkpoint" in error for error in refused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "read"])
 @pytest.mark.parametrize("case", ["fsdp-1", *FEW, "fsdp-2-tp-2", "megatron-pp-tp"])
 def test_outputs_that_fail_leave_the_gradients_of_a_step_alone(processes, models, case, place):

@@ -115,6 +115,7 @@ except hf.errors.PlacementError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_placement_for_another_cluster_leaves_nothing_behind():
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=100)
     assert done.stdout == "refused\n", done.stderr

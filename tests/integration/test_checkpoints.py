@@ -117,6 +117,7 @@ def test_lost_hosts_are_replaced(runs, undisturbed):
     assert "restart 2 of 3" in (run / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_host_lost_while_idle_is_replaced_by_the_loop_itself(runs, undisturbed):
     """No error reaches the driver's loop, which asks for no result."""
     run = runs.run("lost-idle", every=2, fault="idle:3:SIGKILL", pause=3, deadline=20)
@@ -132,6 +133,7 @@ def apart(runs) -> Path:
     return runs.run("apart", every=100, rollout=1, record=1)
 
 
+@pytest.mark.slow
 def test_lost_hosts_that_only_generate_cost_no_training(runs, apart):
     """There is no checkpoint to go back to: the iteration that was under way is done again, and no other."""
     faults = "generate_sequences:2:SIGKILL,idle:4:SIGKILL"
@@ -141,6 +143,7 @@ def test_lost_hosts_that_only_generate_cost_no_training(runs, apart):
     check_equal(run, apart, range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_stream_continues_rows_of_lost_hosts(runs):
     """No group is lost or comes twice."""
     options = {"every": 100, "rollout": 1, "stream": 1, "record": 1, "retry": 1}
@@ -157,6 +160,7 @@ def test_a_stream_continues_rows_of_lost_hosts(runs):
     assert lines[-1]["figures"]["stream/moved"] > 0  # groups that continue on the new hosts
 
 
+@pytest.mark.slow
 def test_elastic_devices_continue_after_lost_hosts(runs):
     """One dies in a switch, one answers no more while it generates: no group is lost or comes twice."""
     options = {"every": 3, "rollout": 1, "elastic": 1, "record": 1, "retry": 1, "layout": "fsdp"}

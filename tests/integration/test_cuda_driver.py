@@ -28,6 +28,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch is a CUDA build")
 def test_a_cpu_build_of_torch_is_refused_with_the_cure():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "", "PYTHONPATH": os.getcwd()}

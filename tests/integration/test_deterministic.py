@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.tiny_models import make_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +46,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_every_host_is_deterministic(tmp_path, warm):
     (tmp_path / "driver.py").write_text(PROGRAM)
     program = [*warm.command, str(tmp_path / "driver.py"), str(make_policy(tmp_path / "policy"))]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hybridflow.cli import doctor
 
 
+@pytest.mark.slow
 def test_this_machine_can_run_hybridflow(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster that is gone does not disturb it
     found = doctor.self_test()

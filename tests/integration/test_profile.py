@@ -20,6 +20,7 @@ from hybridflow.planner.search.planning import plan
 from tests import tiny_models
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_layers_are_measured_and_priced(cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = tmp_path / "config.json"  # fewer layers than the copies that are built, and each has its own setting

@@ -108,7 +108,12 @@ def test_a_wrong_setting_ends_before_anything_starts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("control", "seeds", "steps"), [("none", (1,), 14), ("lr=0", (1,), 10), ("shuffled", (1, 2), 10)]
+    ("control", "seeds", "steps"),
+    [
+        ("none", (1,), 14),
+        pytest.param("lr=0", (1,), 10, marks=pytest.mark.slow),
+        pytest.param("shuffled", (1, 2), 10, marks=pytest.mark.slow),
+    ],
 )
 def test_reward_rises_from_learning_only(pool, settle, task, control, seeds, steps):
     """It rises as the recipe is; without updates, or with rewards that belong to other rows, it stays where it is."""

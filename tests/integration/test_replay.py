@@ -7,6 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from hybridflow.cluster.batch_records import BatchRecord, BatchRecords, RecordedProgram
 from tests import tiny_models
 
@@ -38,6 +40,7 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines}
 
 
+@pytest.mark.slow
 def test_a_replayed_step_has_the_metrics_of_the_run(tmp_path, warm):
     """It continues from the checkpoint before, over a step without one; the run's files stay as they are."""
     prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"

@@ -222,6 +222,7 @@ def test_a_host_that_dies_in_a_switch(cluster, actors, policy, settle):
         check_equal(state_of(stays), state_of(moves), TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_run_whose_host_dies_in_a_switch_continues(tmp_path, actors, pool, policy, warm):
     """From its checkpoint, in new hosts, where sizes are built again; the end is that of a run of constant size."""
     program = [*warm.command, str(resizing_driver.__file__), str(tmp_path), str(policy), "arrived-1-of-2"]

@@ -58,6 +58,7 @@ def mount(folder: Path, kilobytes: int) -> bool:
     return shutil.which("mount") is not None and not subprocess.run(["mount", *options], capture_output=True).returncode
 
 
+@pytest.mark.slow
 def test_random_pairs_arrive_bit_by_bit_at_the_smallest_cost_within_the_memory_bound(seen):
     assert [rank["pairs"]["wrong"] for rank in seen] == [[]] * RANKS
     sent, received = (sum(rank["pairs"]["moved"][i] for rank in seen) for i in range(2))

@@ -136,6 +136,7 @@ def norms(rank: Seen) -> int:
     return sum(size for name, size in rank.report.received.items() if "norm" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "t", "d"), [(1, 8, 1), (2, 2, 2)])
 def test_table_2_of_the_weaker_designs(observe, p, t, d):
     """They gather all of a model whatever the generation sizes are, so three of them tell."""

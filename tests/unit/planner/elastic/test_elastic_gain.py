@@ -70,6 +70,7 @@ def smallest() -> list[ElasticRun]:
     return out
 
 
+@pytest.mark.slow
 def test_the_default_policy_decides_on_every_small_placement():
     """Where the devices allow no other split, it stays."""
     for run in smallest():
