@@ -1,6 +1,8 @@
 """What is refused on the driver before a call with an agent, and which row of the engine continues which."""
 
+from contextlib import nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,9 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config import Sampling, Until
 from hybridflow.engines.contract import Row
 from hybridflow.environments.acting_session import ActingSession
-from hybridflow.environments.agent import Agent, AgentTurns
+from hybridflow.environments.agent import Agent, AgentTurns, report_failures
 from hybridflow.environments.sessions import Asked, EndedTrajectory
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RewardError
 from tests.example_templates import byte_tokenizer
 
 COLUMNS = ("row_id", "prompt")
@@ -178,3 +180,36 @@ def test_withdrawn_trajectories_are_not_returned():
     assert session.withdraw(None, keep=False) == []
     session.check(Agent(environment=Shop))
     assert session.advance(Until(rows=1)) == []
+
+
+def ended(*failures: str | None) -> list[Any]:
+    return [
+        SimpleNamespace(begun=SimpleNamespace(row_id=i), end=SimpleNamespace(failure=one))
+        for i, one in enumerate(failures)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failures", "settings", "refused"),
+    [
+        (["gone"] * 8, {}, True),
+        (["gone"] * 7, {}, False),  # chance
+        (["gone"] * 7 + [None], {}, False),
+        (["gone"] * 3 + [None] * 5, {"max_failed": 0.25}, True),
+        (["gone"] * 2 + [None] * 6, {"max_failed": 0.25}, False),
+        (["gone"] + [None] * 7, {"max_failed": 0.0}, True),
+        (["gone", None], {"on_failure": "raise"}, True),
+        ([None] * 9, {"max_failed": 0.0, "on_failure": "raise"}, False),
+    ],
+)
+def test_a_call_of_which_too_much_failed_is_an_error(failures, settings, refused, caplog):
+    agent = Agent(tools=[add], **settings)
+    with pytest.raises(RewardError, match="row 0: gone") if refused else nullcontext():
+        report_failures(ended(*failures), agent)
+    assert ("They are masked" in caplog.text) == (not refused and "gone" in failures)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1, "half", True])
+def test_a_share_of_failures_is_a_number(wrong):
+    with pytest.raises(ConfigError, match=r"max_failed=.*give a share"):
+        Agent(tools=[add], max_failed=wrong)

@@ -6,17 +6,13 @@ import math
 import os
 import sys
 import time
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
-from hybridflow.environments.agent import Agent, report_failures
 from hybridflow.environments.trajectory import NO_TURN
-from hybridflow.errors import ConfigError, RewardError
 from tests.example_templates import tokenizer_of
 from tests.session_runs import call, run
 
@@ -386,36 +382,3 @@ def test_an_agent_that_knows_a_url_is_recorded(checkpoint):
         assert len(one.trajectory.rows) == 1
     assert wrong.failure is not None
     assert "key is of no trajectory" in wrong.failure
-
-
-def ended(*failures: str | None) -> list[Any]:
-    return [
-        SimpleNamespace(begun=SimpleNamespace(row_id=i), end=SimpleNamespace(failure=one))
-        for i, one in enumerate(failures)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("failures", "settings", "refused"),
-    [
-        (["gone"] * 8, {}, True),
-        (["gone"] * 7, {}, False),  # chance
-        (["gone"] * 7 + [None], {}, False),
-        (["gone"] * 3 + [None] * 5, {"max_failed": 0.25}, True),
-        (["gone"] * 2 + [None] * 6, {"max_failed": 0.25}, False),
-        (["gone"] + [None] * 7, {"max_failed": 0.0}, True),
-        (["gone", None], {"on_failure": "raise"}, True),
-        ([None] * 9, {"max_failed": 0.0, "on_failure": "raise"}, False),
-    ],
-)
-def test_a_call_of_which_too_much_failed_is_an_error(failures, settings, refused, caplog):
-    agent = Agent(tools=[add], **settings)
-    with pytest.raises(RewardError, match="row 0: gone") if refused else nullcontext():
-        report_failures(ended(*failures), agent)
-    assert ("They are masked" in caplog.text) == (not refused and "gone" in failures)
-
-
-@pytest.mark.parametrize("wrong", [1.5, -0.1, "half", True])
-def test_a_share_of_failures_is_a_number(wrong):
-    with pytest.raises(ConfigError, match=r"max_failed=.*give a share"):
-        Agent(tools=[add], max_failed=wrong)
