@@ -6,10 +6,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, wraps
-from inspect import get_annotations, signature
+from inspect import Signature, get_annotations, signature
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
@@ -87,15 +87,34 @@ def settings(cls: type[T]) -> type[T]:
     return made
 
 
-def check_names(init: F) -> F:
-    """Decorator of a constructor: an unknown name is a ConfigError, with the nearest one."""
-    known = [name for name in signature(init).parameters if name != "self"]
+def bound_settings(
+    signature: Signature, where: str, args: Sequence[Any], kwargs: Mapping[str, Any], defaults: bool = True
+) -> dict[str, Any]:
+    """The arguments of a method or constructor by name, with `**options`. Errors: ConfigError with the nearest name."""
+    known = [name for name in signature.parameters if name != "self"]
+    try:
+        bound = signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        more = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        unknown = None if more else next((name for name in kwargs if name not in known), None)
+        hint = f"no setting {unknown!r}.{nearest(unknown, known)}" if unknown else f"{error}."
+        raise ConfigError(f"{where}: {hint}") from None
+    if defaults:
+        bound.apply_defaults()
+    out = dict(list(bound.arguments.items())[1:])
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            out |= out.pop(name, {})
+    return out
+
+
+def by_name(init: F) -> F:
+    """Decorator of a constructor: what `bound_settings` refuses is refused."""
+    known = signature(init)
 
     @wraps(init)
     def checked_init(self: Any, *args: Any, **values: Any) -> None:
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"{type(self).__name__} has no setting {name!r}.{nearest(name, known)}")
+        bound_settings(known, type(self).__name__, args, values, defaults=False)
         init(self, *args, **values)
 
     return cast(F, checked_init)

@@ -250,7 +250,7 @@ class BatchRef:
         split = _permuted_split(parts)
         if len(parts) == 1 and split is None:
             return first
-        parts = _with_own_ids(parts)
+        parts = _with_own_ids(parts) if split is None else parts
         joined: dict[tuple[int, ...], Node] = {}
         refs = {}
         for name in first.columns:

@@ -24,7 +24,6 @@ from typing import Any
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
-from hybridflow.cluster.bound_settings import bound_settings
 from hybridflow.cluster.future import Failure, Future
 from hybridflow.cluster.group_call import GroupCall
 from hybridflow.cluster.held_calls import partners
@@ -37,6 +36,7 @@ from hybridflow.errors import ConfigError, EmptyBatchError, HybridFlowError, Mis
 from hybridflow.models.spec import Cost
 from hybridflow.protocols.operation import Operation, kind_of
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.settings import bound_settings
 from hybridflow.topology import RankGrid
 
 _CLOSE_SECONDS = 60.0
@@ -363,7 +363,7 @@ class WorkerGroup:
         try:
             if check is not None:
                 check(self.settings, {})
-        except KeyError:  # it looks at the call
+        except (KeyError, TypeError, AttributeError):  # it looks at the call
             return True
         except HybridFlowError:
             return False

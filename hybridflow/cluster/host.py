@@ -29,8 +29,8 @@ from ray import cloudpickle
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
-from hybridflow.cluster.bound_settings import own_settings
 from hybridflow.cluster.call_request import CallRequest, call_of
+from hybridflow.cluster.constructor_settings import own_settings
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
 from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer

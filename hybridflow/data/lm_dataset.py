@@ -15,7 +15,7 @@ from hybridflow.data.records import open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
 from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer, check_prompt, check_text
 from hybridflow.errors import ConfigError, PromptError
-from hybridflow.settings import check_names
+from hybridflow.settings import by_name
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _NEAR = 1024  # characters
 class TextSource(ResumableSampler):
     """The batches of a `TextLoader`, with its arguments, on this process alone: it yields `Batch`es without end."""
 
-    @check_names
+    @by_name
     def __init__(
         self,
         texts: Any,

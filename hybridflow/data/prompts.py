@@ -27,7 +27,7 @@ from hybridflow.data.tokenizer import (
     too_long,
 )
 from hybridflow.errors import ConfigError, PromptError, nearest
-from hybridflow.settings import check_names
+from hybridflow.settings import by_name
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class PromptSource(ResumableSampler):
     prompt is dropped, and has exactly `batch_size` rows. `row_id` is a running number, unique over the whole run.
     """
 
-    @check_names
+    @by_name
     def __init__(
         self,
         prompts: Any,

@@ -45,7 +45,7 @@ from hybridflow.errors import (
 )
 from hybridflow.run.recovery import needs_moments, rebuild, replace_lost
 from hybridflow.run.run_state import Moment, RunParts, Saving, metric_values, restore, verified
-from hybridflow.settings import check_names, local_path, require
+from hybridflow.settings import by_name, local_path, require
 from hybridflow.streams.stream import ResponseStream
 from hybridflow.tracking.run_lock import RunLock
 
@@ -80,7 +80,7 @@ class Checkpoints:
     Errors: ConfigError.
     """
 
-    @check_names
+    @by_name
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -27,7 +27,7 @@ from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import Tokenizer, TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.settings import check_names, local_path
+from hybridflow.settings import by_name, local_path
 from hybridflow.tracking.console import RunDisplay
 from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.tracking.live_plot import LivePlot, drawn_curve
@@ -71,7 +71,7 @@ class Tracker:
     unknown logger, and one whose package is missing.
     """
 
-    @check_names
+    @by_name
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -52,15 +52,18 @@ def _bound(settings: Settings, call: Settings) -> Settings:
     if isinstance(batch, BatchRef) and n is not None and type(n) is not int:
         counts = batch.get(n)[n] if isinstance(n, str) else n
         call = {**call, "batch": batch.repeat(counts), "n": 1}
-    bound = _as_values(own, call)
+    bound = _values(own, call)
     if isinstance(batch, BatchRef) and bound["sampling"].seed is not None:
         return {**bound, "batch": bound["batch"].apart()}
     return bound
 
 
 def _as_values(strategy: VLLM, call: Settings) -> Settings:
-    if isinstance(call.get("sampling"), Sampling):  # by the driver
-        return call
+    """On a host, where another method of the worker may have called."""
+    return call if "agent" in call else _values(strategy, call)
+
+
+def _values(strategy: VLLM, call: Settings) -> Settings:
     others = {name: value for name, value in call.items() if name not in (*_SESSION, *AGENT_SETTINGS)}
     kept = {name: value for name, value in call.items() if name in _SESSION}
     return kept | {"sampling": replace(strategy.sampling, **others), "agent": Agent.of(call)}
@@ -192,10 +195,10 @@ class Generation:
         self,
         batch: Batch | None,
         until: Until,
-        rows: Sequence[Mapping[str, Any]] = (),
-        version: int | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008  a frozen value
-        agent: Agent | None = None,
+        rows: Sequence[Mapping[str, Any]],
+        version: int | None,
+        sampling: Sampling,
+        agent: Agent | None,
     ) -> Batch | None:
         """The rows that finish, see `RowSession.advance_rows`."""
         engine = self.engine

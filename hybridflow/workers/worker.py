@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.bound_settings import constructor_settings
+from hybridflow.cluster.constructor_settings import constructor_settings
 from hybridflow.cluster.group import CallSchedule, WorkerGroup
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.pool import ResourcePool

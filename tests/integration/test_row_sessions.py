@@ -231,6 +231,12 @@ def test_prompts_have_numbers_of_responses_of_their_own(rollout, prompts):
             rollout.generate_sequences(ref, n=wrong)
 
 
+def test_a_value_of_the_sampling_is_given_by_its_settings(rollout, prompts):
+    for name in ("sampling", "agent"):
+        with pytest.raises(ConfigError, match=f"Sampling has no setting '{name}'"):
+            rollout.generate_sequences(prompts, **{name: hf.Sampling()})
+
+
 def test_a_missing_response_is_asked_of_the_operation_that_people_use(actor, prompts):
     with pytest.raises(
         MissingColumnError, match=rf"reads 'response_ids'.*: call {actor.name}.generate_sequences\(batch\) first"

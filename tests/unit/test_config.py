@@ -186,7 +186,7 @@ def test_a_number_that_is_a_text_is_named_as_one():
     ],
 )
 def test_a_misspelt_name_is_answered_with_the_nearest(made, wrong, meant):
-    with pytest.raises(ConfigError, match=f"has no setting '{wrong}'. Did you mean '{meant}'"):
+    with pytest.raises(ConfigError, match=f": no setting '{wrong}'. Did you mean '{meant}'"):
         made(**{wrong: 1})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.cluster.bound_settings import constructor_settings, own_settings
+from hybridflow.cluster.constructor_settings import constructor_settings, own_settings
 from hybridflow.errors import ConfigError
 
 

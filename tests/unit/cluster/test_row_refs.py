@@ -249,6 +249,15 @@ def test_rows_are_repeated_by_numbers_of_their_own_as_in_a_batch():
     assert again["group_id"].tolist() == [0] * 4 + [1] * 2 + [2] * 6
 
 
+def test_parts_of_one_split_are_joined_without_reading_anything(monkeypatch):
+    """Which rows they are depends on data, which the driver must not wait for."""
+    parts = BatchRef.from_batch(batch_of(9)).split(3, balance="num_tokens")
+    with monkeypatch.context() as patch:
+        patch.setattr(Reader, "read", lambda *_: pytest.fail("the driver reads"))
+        joined = BatchRef.concat(parts)
+    assert joined.get()["row_id"].tolist() == list(range(9))
+
+
 def test_copies_of_a_row_are_told_apart():
     batch = batch_of(3).select("row_id", "tokens")
     copies = BatchRef.from_batch(batch[[0, 0, 2, 0]]).apart().get()

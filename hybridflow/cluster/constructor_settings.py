@@ -1,34 +1,12 @@
-"""Settings of constructors and calls by name, with their defaults. Pure."""
+"""Settings of a worker's constructor by name, with their defaults. Pure."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.errors import ConfigError, nearest
-from hybridflow.settings import require
-
-
-def bound_settings(
-    signature: inspect.Signature, where: str, args: Sequence[Any], kwargs: Mapping[str, Any], defaults: bool = True
-) -> dict[str, Any]:
-    """The arguments of a method by name, including `**options`. Errors: ConfigError with the nearest name."""
-    known = [name for name in signature.parameters if name != "self"]
-    try:
-        bound = signature.bind(None, *args, **kwargs)
-    except TypeError as error:
-        more = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-        unknown = None if more else next((name for name in kwargs if name not in known), None)
-        hint = f"no setting {unknown!r}.{nearest(unknown, known)}" if unknown else f"{error}."
-        raise ConfigError(f"{where}: {hint}") from None
-    if defaults:
-        bound.apply_defaults()
-    out = dict(list(bound.arguments.items())[1:])
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            out |= out.pop(name, {})
-    return out
+from hybridflow.settings import bound_settings, require
 
 
 def constructor_settings(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
