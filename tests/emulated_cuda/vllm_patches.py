@@ -86,6 +86,18 @@ def interpret_triton() -> None:
             graph_kernels.record(stream, lambda: original(self, *given, **named))
 
     interpreter.GridExecutor.__call__ = call
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        return dot(self, widened(a), widened(b), *more)
+
+    def widened(x: Any) -> Any:
+        """Numbers instead of bits: the interpreter multiplies those of bfloat16 as integers."""
+        if x.dtype.scalar is not interpreter.tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype("uint32") << 16).view("float32"), interpreter.tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def attention(module: ModuleType) -> None:

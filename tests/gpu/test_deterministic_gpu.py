@@ -33,6 +33,7 @@ STRATEGIES: dict[str, Any] = {
 }
 GREEDY = hf.Sampling(max_tokens=6, greedy=True, ignore_eos=True)
 ADAM = hf.Adam(lr=1e-2)
+NEAR = 0.05  # of log-probabilities in bfloat16
 
 
 def stand_ins() -> bool:
@@ -130,6 +131,8 @@ def test_a_response_is_the_same_whatever_is_beside(pool, policy, tp, eager):
             whole, few = (actor.generate_sequences(given, **draw).get() for given in (prompts, prompts[:2]))
             for name in ("response_ids", "log_probs"):
                 assert whole[:2][name].values.tolist() == few[name].values.tolist(), name
+            computed = actor.compute_log_prob(hf.BatchRef.from_batch(whole)).get()["old_log_probs"].values
+            assert (computed - whole["log_probs"].values).abs().max() < NEAR
         for _ in range(2):  # also after it has generated, gradients are those of a group that never does
             learned = [group.update_actor(rows).get() for group in (actor, twin)]
             assert learned[0] == learned[1]

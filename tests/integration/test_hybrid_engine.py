@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,39 @@ def resident_pages() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def closed_after_compilation(world: World, model: Path) -> list[bool]:
+    """Which of an engine's model, first weight and KV cache are still there after `close`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from hybridflow.engines.vllm import core
+    from hybridflow.engines.vllm.engine import VLLMEngine
+
+    create = EngineArgs.create_engine_config
+
+    def compiling(arguments: Any, *more: Any) -> Any:
+        arguments.enable_sleep_mode, arguments.compilation_config.backend = False, "eager"
+        return create(arguments, *more)
+
+    grid = RankGrid(p_g=1, t_g=1)
+    context = world.context("compiled", grid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "runs_eagerly", lambda *_: False)
+        patch.setattr(core, "_prepare_allocator", lambda: None)
+        patch.setattr(EngineArgs, "create_engine_config", compiling)
+        strategy = VLLM(kv_cache_gb=0.05, sampling=GREEDY)
+        engine = VLLMEngine(context, strategy, grid.generation(), ModelSpec.from_checkpoint(model), model)
+    runner = core.model_runner(engine._core)
+    assert runner.vllm_config.compilation_config.mode > 0
+    engine.generate(PROMPTS, GREEDY)
+    kept = runner.model, next(runner.model.parameters()), runner.kv_caches[0]
+    references = [weakref.ref(one) for one in kept]
+    del kept, runner
+    engine.close()
+    del engine
+    gc.collect()
+    return [reference() is not None for reference in references]
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> Iterator[Callable[[str], list[Seen]]]:
     """What each rank of a scenario saw, by its name; run when it is first asked for."""
@@ -235,3 +269,13 @@ def test_processes_do_not_grow(seen):
     for rank in seen("many"):
         assert len(rank.pages) == WARM_UP + CYCLES
         assert rank.pages[-1] <= 1.02 * rank.pages[WARM_UP - 1], rank.pages
+
+
+@pytest.mark.slow
+def test_a_closed_engine_leaves_nothing_where_vllm_compiled(tmp_path):
+    """vLLM compiles where it captures graphs, and torch's compiler knows what it compiled."""
+    model, processes = tiny_models.make_policy(tmp_path, tokenizer=False, vocab_size=VOCABULARY), RankProcesses(1)
+    try:
+        assert processes.run(1, closed_after_compilation, model) == [[False, False, False]]
+    finally:
+        processes.close()

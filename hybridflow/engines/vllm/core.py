@@ -102,12 +102,17 @@ def memory(
 
 
 def _forget(groups: isolation.ReplicaGroups) -> None:
-    """Empty the globals in which vLLM keeps what belongs to an engine, and thaw the heap, which it freezes."""
+    """Empty the globals that hold what belongs to an engine, and thaw the heap, which vLLM freezes."""
+    from torch._dynamo import convert_frame
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.model_executor.layers import rotary_embedding
     from vllm.v1.worker.workspace import reset_workspace_manager
 
     rotary_embedding._ROPE_DICT.clear()
     reset_workspace_manager()
+    for hook in list(convert_frame._bytecode_hooks.values()):  # a compiled model's own holds it with its weights
+        if isinstance(owner := getattr(hook, "__self__", None), TorchCompileWithNoGuardsWrapper):
+            owner.cleanup()
     groups.remove()
     gc.unfreeze()
 
@@ -232,7 +237,10 @@ def _prepare_allocator() -> None:
     driver.cuMemAddressFree.argtypes = _POINTER, ctypes.c_size_t
 
     def free(address: int, size: int, device: int, stream: int | None) -> None:
-        if not allocator.pointer_to_data[address].is_asleep:
+        data = allocator.pointer_to_data.get(address)
+        if data is None:  # vLLM trims segments of a pool that torch keeps until the pool goes
+            return
+        if not data.is_asleep:
             library.my_free(address, size, device, stream)
         else:
             allocator.python_free_callback(address)

@@ -34,6 +34,7 @@ from hybridflow.topology import GenerationGrid
 
 _EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # we sample ourselves: its kernels would be compiled for nothing
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second model runner cannot broadcast pipeline outputs to all ranks
 }
 _DEFAULTS = {
