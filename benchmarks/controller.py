@@ -2,7 +2,10 @@
 
 A has n data parallel ranks; B has (t, d) = (2, n/2) on the same devices. In one hop A writes a batch of the given size,
 B reads all of it, and the driver waits for B. `driver` is a hop without references: the driver receives the tensors,
-joins and splits them, and sends them to B. Prints one JSON line; milliseconds, mebibytes.
+joins and splits them, and sends them to B. `against_ray` is what Ray itself needs in the same run: one actor call per
+rank with one result, and the same arrays passed as references. `driver_us_per_rank` is what the driver alone spends on
+a call of 8 to 1,024 ranks, whose hosts are stand-ins that pickle what they are sent, as Ray would. Prints one JSON
+line; milliseconds, mebibytes.
 """
 
 from __future__ import annotations
@@ -13,9 +16,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import ray
 import torch
+from ray import cloudpickle
 
 import hybridflow as hf
 from hybridflow.topology import RankGrid
@@ -66,6 +73,47 @@ class Receiver:
     @hf.register(hf.THREE_D_PROTO, reads=("c3",))
     def write_in_place(self, batch: hf.Batch) -> float:
         return float(batch["c3"].add_(1).max())
+
+
+class Raw:
+    """A Ray actor that does what Sender and Receiver do."""
+
+    def __init__(self) -> None:
+        self.made: list[np.ndarray] = []
+
+    def nothing(self, sent: bytes) -> None:
+        del sent
+
+    def send(self, size: int) -> list[np.ndarray]:
+        self.made = self.made or [np.full(size // 40, 1.0, np.float32) for _ in range(10)]
+        return self.made
+
+    def receive(self, *parts: list[np.ndarray]) -> int:
+        return sum(column.nbytes + int(column[-1] < 0) for part in parts for column in part)
+
+
+class Stage:
+    """Three columns go in, two come out and go into a second call."""
+
+    @hf.register(hf.THREE_D_PROTO, reads=("a", "b", "c"), writes=("d", "e"))
+    def first(self, batch: hf.Batch) -> hf.Batch: ...
+
+    @hf.register(hf.THREE_D_PROTO, reads=("a", "d", "e"))
+    def second(self, batch: hf.Batch) -> None: ...
+
+
+class StandIn:
+    """In place of a host's actor: pickles what it is sent, and answers references to nothing."""
+
+    class Method:
+        def __init__(self, results: int) -> None:
+            self.results = results
+
+        def remote(self, *call: Any) -> Any:
+            cloudpickle.dumps(call)
+            return object() if self.results == 1 else [object() for _ in range(self.results)]
+
+    call, call_writing = Method(1), Method(2)
 
 
 def rss() -> float:
@@ -123,6 +171,52 @@ def measure_ranks(ranks: int, sizes: list[float], repeats: int) -> dict[str, Any
         return out
 
 
+def measure_against_ray(ranks: int, repeats: int) -> dict[str, Any]:
+    """An empty call and a hop of 1 MB, each interleaved with Ray's own."""
+    with hf.ResourcePool([ranks]) as pool:
+        a = hf.place(Sender, pool, name="a")
+        b = hf.place(Receiver, pool, name="b", grid=RankGrid(t=2, d=ranks // 2))
+        rows = hf.BatchRef.from_batch(hf.Batch({"row": torch.arange(8 * ranks)}))
+        raw = [ray.remote(Raw).options(num_cpus=0).remote() for _ in range(ranks)]
+
+        def raw_hop() -> None:
+            made = [each.send.remote(MIB // ranks) for each in raw]
+            ray.get([raw[i].receive.remote(*made[i // 2 * 2 : i // 2 * 2 + 2]) for i in range(ranks)])
+
+        pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
+            "empty": (a.nothing, lambda: ray.get([each.nothing.remote(b"x" * 300) for each in raw]), 10 * repeats),
+            "1MB": (lambda: b.receive(a.send(rows, 1)), raw_hop, 3 * repeats),
+        }
+        out = {}
+        for name, (ours, theirs, times) in pairs.items():
+            found = [(measure(lambda: ours().get(), times), measure(theirs, times)) for _ in range(2)]  # noqa: B023
+            mine, rays = (min(pair[i]["median_ms"] for pair in found) for i in (0, 1))
+            out[name] = {"ms": mine, "ray_ms": rays, "over_ray": round(mine / rays, 2)}
+        for each in raw:
+            ray.kill(each)
+        return out
+
+
+def measure_many_ranks(ranks: int) -> float:
+    """The driver's microseconds per rank and call; the fastest of three pairs of calls."""
+    with hf.ResourcePool([1]) as pool:
+        group = hf.place(Stage, pool, name="group")
+        before = group.ranks
+        hosts = tuple(replace(before.hosts[0], handle=StandIn()) for _ in range(ranks))
+        group.ranks = replace(before, hosts=hosts, grid=RankGrid(t=8, d=ranks // 8))
+        rows = hf.BatchRef.from_batch(hf.Batch({name: torch.zeros(8 * ranks, 4) for name in "abc"}))
+        iterations, seconds = group.session.iterations, []
+        for _ in range(4):  # the first one finds what later calls know
+            iterations._look_at = 10**9
+            start = time.perf_counter()
+            group.second(rows | group.first(rows))
+            seconds.append((time.perf_counter() - start) / 2)
+            for one in iterations._all.values():  # nothing answers
+                one.waiting.clear()
+        group.ranks = before
+        return round(1e6 * min(seconds[1:]) / ranks, 1)
+
+
 def many_calls(ranks: int, calls: int) -> float:
     """Growth of the driver's memory (MiB) over `calls` calls with ten columns of 20 to 200 kB."""
     with hf.ResourcePool([ranks]) as pool:
@@ -146,13 +240,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 10, 100])
+    parser.add_argument("--many-ranks", type=int, nargs="*", default=[8, 64, 256, 1024])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--calls", type=int, default=1000)
     args = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "controller"}
     for ranks in args.ranks:
         result[f"{ranks}_ranks"] = measure_ranks(ranks, args.megabytes, args.repeats)
+        result[f"{ranks}_ranks"]["against_ray"] = measure_against_ray(ranks, args.repeats)
     result[f"driver_growth_mib_{args.calls}_calls"] = many_calls(args.ranks[0], args.calls)
+    result["driver_us_per_rank"] = {ranks: measure_many_ranks(ranks) for ranks in args.many_ranks}
     hf.shutdown()
     print(json.dumps(result))
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {
     "checkpoints": "--repeats 1 --rows 2 --directory {tmp}",
-    "controller": "--ranks 2 --megabytes 0.1 --repeats 1 --calls 10",
+    "controller": "--ranks 2 --megabytes 0.1 --repeats 1 --calls 10 --many-ranks 8",
     "controls": "steps=10 batch_size=8 devices=[1]",
     "elastic": "--prompts 8 --n 2 --minibatches 2 --median 8 --iterations 1 --rounds 1",
     "elastic_policies": "--devices 8 --seeds 1",
