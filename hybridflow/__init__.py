@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import sync_weights as sync_weights
     from hybridflow.driver import together as together
     from hybridflow.engines.checkpoint.export import export as export
+    from hybridflow.held_out import HeldOut as HeldOut
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.loader import dynamic_sampling as dynamic_sampling
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from hybridflow.run.checkpoints import Checkpoints as Checkpoints
     from hybridflow.run.run_state import load as load
     from hybridflow.run.run_state import save as save
+    from hybridflow.run.training_run import Run as Run
     from hybridflow.streams.elastic import Elastic as Elastic
     from hybridflow.streams.stream import stream as stream
     from hybridflow.tracing.auto import auto as auto
@@ -95,7 +97,9 @@ _WHERE = {
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "register"),
     ),
+    "held_out": ("HeldOut",),
     "run.run_state": ("load", "save"),
+    "run.training_run": ("Run",),
     "streams.stream": ("stream",),
     "tracing.auto": ("auto",),
     "tracing.trace": ("trace", "trace_spec"),

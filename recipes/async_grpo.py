@@ -19,7 +19,6 @@ import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import settings, task
-from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: async_grpo      # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
@@ -54,14 +53,10 @@ def main(arguments: list[str]) -> None:
     reward = hf.RewardWorker.on(pool, **job.reward)
     apart = hf.ResourcePool(cfg.rollout_devices) if cfg.rollout_devices else pool
     rollout = hf.RolloutWorker.on(apart, model=job.model, generate=hf.VLLM(**cfg.rollout.generate))
-    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(rollout, reward, job, tracker, cfg.evaluate_every)
     stream = hf.stream(prompts, rollout, rows=cfg.rows, n=cfg.n, max_staleness=cfg.max_staleness, on_stale=cfg.on_stale)
 
-    batches = checkpoints.resume(stream)
-    if not checkpoints.done:
-        accuracy.measure("before")
-    for batch in batches:
+    run = settings.run(cfg, job, rollout, reward)
+    for batch in run.loop(stream):
         batch |= actor.compute_log_prob(batch)
         batch |= reward.compute_reward(batch)
         batch |= hf.compute_advantage(batch, "grpo")
@@ -69,13 +64,9 @@ def main(arguments: list[str]) -> None:
             batch, clip=cfg.clip, minibatches=cfg.minibatches, rollout_correction=cfg.correction
         )
         hf.sync_weights(actor, rollout)
-        evaluated = accuracy.evaluate(checkpoints.done + 1)
-        tracker.log(batch.metrics(), stream.metrics(), metrics, evaluated)
-        tracker.samples(batch, every=10, tokenizer=job.model)
-        checkpoints.step(evaluated)
-    accuracy.measure("after")
-    actor.save(settings.directory(cfg) / "model")
-    settings.finish(tracker, checkpoints)
+        run.step(batch, stream.metrics(), metrics)
+    actor.save(run.directory / "model")
+    settings.finish(run)
 
 
 if __name__ == "__main__":

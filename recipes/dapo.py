@@ -15,7 +15,6 @@ import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import scorers, settings, task
-from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: dapo            # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
@@ -53,8 +52,6 @@ def main(arguments: list[str]) -> None:
     longest = cfg.actor.generate.sampling.max_tokens
     overlong = hf.rewards.Overlong(longest, cfg.overlong or max(1, longest // 5))
     reward = hf.RewardWorker.on(pool, **scorers.together(job.reward, overlong=overlong))
-    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every, column="rewards/task")
 
     def sample(prompts: hf.BatchRef) -> hf.BatchRef:
         batch = actor.generate_sequences(prompts, n=cfg.n)
@@ -64,22 +61,16 @@ def main(arguments: list[str]) -> None:
     sampler = hf.dynamic_sampling(
         loader, sample, rows=cfg.rows, steps=cfg.steps, max_rounds=cfg.max_rounds, by="rewards/task"
     )
-    batches = checkpoints.resume(sampler)
-    if not checkpoints.done:
-        accuracy.measure("before")
-    for batch in batches:
+    run = settings.run(cfg, job, actor, reward, column="rewards/task")
+    for batch in run.loop(sampler):
         batch |= actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
         metrics = actor.update_actor(
             batch, clip=cfg.clip, clip_high=cfg.clip_high, aggregation="token-mean", minibatches=cfg.minibatches
         )
-        evaluated = accuracy.evaluate(checkpoints.done + 1)
-        tracker.log(batch.metrics(), metrics, sampler.metrics(), evaluated)
-        tracker.samples(batch, every=10, tokenizer=job.model)
-        checkpoints.step(evaluated)
-    accuracy.measure("after")
-    actor.save(settings.directory(cfg) / "model")
-    settings.finish(tracker, checkpoints)
+        run.step(batch, metrics, sampler.metrics())
+    actor.save(run.directory / "model")
+    settings.finish(run)
 
 
 if __name__ == "__main__":

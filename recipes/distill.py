@@ -17,7 +17,6 @@ import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import settings, task
-from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: distill         # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
@@ -57,31 +56,23 @@ def main(arguments: list[str]) -> None:
     reference = hf.ReferenceWorker.on(pool, model=teacher, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)
     text = task.texts(cfg, job) if cfg.supervised else itertools.repeat(None)
-    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
     teach, over = reference.compute_ref_hidden_states, "vocabulary"
     if cfg.top_k:
         teach, over = partial(reference.compute_ref_top_k, k=cfg.top_k), "top_k"
     loss = hf.algorithms.GKD(beta=cfg.beta, over=over)
 
-    batches = checkpoints.resume(loader)
-    if not checkpoints.done:
-        accuracy.measure("before")
-    for prompts, examples in zip(batches, text, strict=False):
+    run = settings.run(cfg, job, actor, reward)
+    for prompts, examples in zip(run.loop(loader), text, strict=False):
         if examples is not None:
             actor.update_actor(examples | teach(examples), loss=loss)
         batch = actor.generate_sequences(prompts)
         batch |= teach(batch)
         metrics = actor.update_actor(batch, loss=loss, minibatches=cfg.minibatches)
         batch |= reward.compute_reward(batch)  # only to look at
-        evaluated = accuracy.evaluate(checkpoints.done + 1)
-        tracker.log(batch.metrics(), metrics, evaluated)
-        tracker.samples(batch, every=10, tokenizer=job.model)
-        checkpoints.step(evaluated)
-    accuracy.measure("after")
-    actor.save(settings.directory(cfg) / "model")
-    settings.finish(tracker, checkpoints)
+        run.step(batch, metrics)
+    actor.save(run.directory / "model")
+    settings.finish(run)
 
 
 if __name__ == "__main__":

@@ -82,17 +82,15 @@ def main(arguments: list[str]) -> None:
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
     )
-    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
+    run = settings.run(cfg, model=model)
     made = functools.partial(Game, cfg.shuffled)
-    for prompts in checkpoints.resume(loader):
+    for prompts in run.loop(loader):
         batch = actor.generate_sequences(prompts, n=cfg.n, environment=made, max_turns=cfg.turns)
         batch |= actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
-        tracker.log(batch.metrics(), actor.update_actor(batch, minibatches=cfg.minibatches))
-        tracker.samples(batch, every=10, tokenizer=model)
-        checkpoints.step()
+        run.step(batch, actor.update_actor(batch, minibatches=cfg.minibatches))
     actor.save(home / "model")
-    settings.finish(tracker, checkpoints)
+    settings.finish(run)
 
 
 if __name__ == "__main__":

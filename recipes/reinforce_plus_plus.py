@@ -15,7 +15,6 @@ import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import settings, task
-from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: reinforce_plus_plus    # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
@@ -49,26 +48,18 @@ def main(arguments: list[str]) -> None:
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)
-    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
-    batches = checkpoints.resume(loader)
-    if not checkpoints.done:
-        accuracy.measure("before")
-    for prompts in batches:
+    run = settings.run(cfg, job, actor, reward)
+    for prompts in run.loop(loader):
         batch = actor.generate_sequences(prompts)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
         batch |= reward.compute_reward(batch)
         batch |= hf.compute_advantage(batch, "reinforce_plus_plus", gamma=1.0, kl_coef=cfg.kl_coef)
         metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
-        evaluated = accuracy.evaluate(checkpoints.done + 1)
-        tracker.log(batch.metrics(), metrics, evaluated)
-        tracker.samples(batch, every=10, tokenizer=job.model)
-        checkpoints.step(evaluated)
-    accuracy.measure("after")
-    actor.save(settings.directory(cfg) / "model")
-    settings.finish(tracker, checkpoints)
+        run.step(batch, metrics)
+    actor.save(run.directory / "model")
+    settings.finish(run)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import scorers, settings, task
-from recipes.accuracy import Accuracy
 
 DEFAULTS = settings.defaults("""
 name: safe_rlhf       # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
@@ -68,13 +67,9 @@ def main(arguments: list[str]) -> None:
     cost = hf.CostWorker.on(pool, **scorers.scorer(cfg, "cost"))
     text = task.texts(cfg, job)
     lagrange = hf.algorithms.Lagrange(cfg.limit, lr=cfg.lagrange_lr)
-    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
-    batches = checkpoints.resume(loader)
-    if not checkpoints.done:
-        accuracy.measure("before")
-    for prompts, examples in zip(batches, text, strict=False):
+    run = settings.run(cfg, job, actor, reward)
+    for prompts, examples in zip(run.loop(loader), text, strict=False):
         batch = actor.generate_sequences(prompts)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
@@ -87,13 +82,9 @@ def main(arguments: list[str]) -> None:
         cost_metrics = cost_critic.update_critic(batch, minibatches=cfg.minibatches)
         actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
         text_metrics = actor.update_actor(examples, loss="pretrain", coef=cfg.pretrain_coef)
-        evaluated = accuracy.evaluate(checkpoints.done + 1)
-        tracker.log(batch.metrics(), critic_metrics, cost_metrics, text_metrics, actor_metrics, evaluated)
-        tracker.samples(batch, every=10, tokenizer=job.model)
-        checkpoints.step(evaluated)
-    accuracy.measure("after")
-    actor.save(settings.directory(cfg) / "model")
-    settings.finish(tracker, checkpoints)
+        run.step(batch, critic_metrics, cost_metrics, text_metrics, actor_metrics)
+    actor.save(run.directory / "model")
+    settings.finish(run)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from hybridflow.cli.command_line import check_sections, read_settings
 from hybridflow.cli.launch import run_directory
 from hybridflow.errors import ConfigError
 from recipes.sizes import fit
+from recipes.task import Task
 
 RUN = """
 seed: 1               # of prompts, sampling and initial values
@@ -31,7 +32,6 @@ data:                 # columns of prompts and references (unit tests for code),
  {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null, name: null, split: null, held_out_split: null}
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
-BEST = "held_out/reward"
 
 
 def defaults(own: str) -> tuple[str, str, str]:
@@ -68,33 +68,29 @@ def directory(cfg: Any) -> Path:
     return run_directory(str(cfg.name))
 
 
-def tracker(cfg: Any) -> hf.Tracker:
-    """The record of the run, in its directory, with the settings as config.yaml."""
+def run(
+    cfg: Any, job: Task | None = None, *groups: hf.WorkerGroup, column: str = "rewards", model: Any = None
+) -> hf.Run:
+    """The run in its directory, with the settings as config.yaml and, where the job has held-out prompts, the accuracy
+    (mean of `column`) of greedy answers. `groups`: who answers, who judges. Errors: ConfigError."""
     given = OmegaConf.create(cfg)
     for optim, steps in _schedules(given):
         if optim.total_steps == steps:  # as `read` found it: with other settings it is another number
             del optim.total_steps
+    held_out, every = None, cfg.get("evaluate_every") or 0
+    if job is not None and job.held_out is not None:
+        (actor, reward), options = groups, job.held_out_columns
+        held_out = hf.HeldOut(actor, reward, job.held_out, every=every, column=column, options=options)
+    elif every:
+        raise ConfigError(f"evaluate_every={every} needs held-out prompts: give held_out=.")
+    how = {"total": cfg.steps, "every": cfg.checkpoint_every or None, "resume": str(cfg.resume)}
+    how |= {"batches": cfg.record_batches, "tokenizer": model if job is None else job.model}
     config: Any = OmegaConf.to_container(given)
-    return hf.Tracker(directory(cfg), to=tuple(cfg.track), total=cfg.steps, config=config)
+    return hf.Run(directory(cfg), to=tuple(cfg.track), config=config, held_out=held_out, **how)
 
 
-def checkpoints(cfg: Any) -> hf.Checkpoints:
-    """Checkpoints of the run, in its directory."""
-    how = {"every": cfg.checkpoint_every or None, "best": BEST if cfg.get("evaluate_every") else None}
-    return hf.Checkpoints(directory(cfg) / "checkpoints", resume=str(cfg.resume), batches=cfg.record_batches, **how)
-
-
-def finish(tracker: hf.Tracker, checkpoints: hf.Checkpoints) -> None:
-    """End the session; the best checkpoint becomes a note of the run."""
-    if (best := checkpoints.best_checkpoint) is not None:
-        tracker.note(best_checkpoint=f"{best[0].name}, {checkpoints.best} {best[1]:.3f}")
-    tracker.finish()
+def finish(run: hf.Run) -> None:
+    """End the run and the session."""
+    run.finish()
     print("closing groups", flush=True)  # takes seconds
     hf.shutdown()
-
-
-def is_traced() -> bool:
-    """Whether the recipe runs without processes now."""
-    from hybridflow.cluster.session import Session  # late: it takes ray
-
-    return (session := Session.existing()) is not None and session.traces

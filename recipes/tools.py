@@ -75,7 +75,7 @@ def small_model(directory: Path) -> Path:
 def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
     home, rng, add = settings.directory(cfg), random.Random(cfg.seed), calculator(cfg.shuffled)
-    pool, tracker, checkpoints = hf.ResourcePool(cfg.devices), settings.tracker(cfg), settings.checkpoints(cfg)
+    pool = hf.ResourcePool(cfg.devices)
     reward, model = hf.RewardWorker.on(pool, function=correct), cfg.model or small_model(home / "start")
     actor = hf.ActorWorker.on(
         pool,
@@ -84,16 +84,15 @@ def main(arguments: list[str]) -> None:
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
     )
+    run = settings.run(cfg, model=model)
     sums = [{"prompt": f"{a}+{b}=", "answer": a + b} for a, b in (rng.sample(range(10, 100), 2) for _ in range(1000))]
-    for prompts in checkpoints.resume(hf.PromptLoader(sums, batch_size=cfg.batch_size, steps=cfg.steps)):
+    for prompts in run.loop(hf.PromptLoader(sums, batch_size=cfg.batch_size, steps=cfg.steps)):
         batch = actor.generate_sequences(prompts, n=cfg.n, tools=[add], max_turns=2)
         batch |= reward.compute_reward(batch) | actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
-        tracker.log(batch.metrics(), actor.update_actor(batch, minibatches=cfg.minibatches))
-        tracker.samples(batch, every=10, tokenizer=model)
-        checkpoints.step()
+        run.step(batch, actor.update_actor(batch, minibatches=cfg.minibatches))
     actor.save(home / "model")
-    settings.finish(tracker, checkpoints)
+    settings.finish(run)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class CodeResult:
         return self.status in CONTAINED
 
 
-class Run:
+class Execution:
     """One run of a program, seen by its caller; leaving it stops the program."""
 
     def __init__(
@@ -231,7 +231,7 @@ def _in_memory(text: str) -> int:
     return file
 
 
-def judgement(solving: Run, judging: Run) -> CodeResult:
+def judgement(solving: Execution, judging: Execution) -> CodeResult:
     """The result that follows from how a program and its tests ended, and from the verdict of the tests."""
     program, tests = solving.result(), judging.result()
     verdict = {}

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, get_args
 from hybridflow.errors import ConfigError, RewardError, nearest
 from hybridflow.processes.supervisor import ONE_THREAD, ServerProcess
 from hybridflow.rewards.sandbox.containment import DIRECTORY, EMPTY, remove_tree
-from hybridflow.rewards.sandbox.run import CodeResult, Limits, Result, Run, judgement
+from hybridflow.rewards.sandbox.run import CodeResult, Execution, Limits, Result, judgement
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class Sandbox:
 
     def run(self, program: str, *, stdin: str = "", limits: Limits | None = None) -> Result:
         """Run a Python program to its end or to its limit."""
-        with Run(self._launch, {"kind": "script", "program": program}, limits or Limits(), stdin=stdin) as running:
+        script = {"kind": "script", "program": program}
+        with Execution(self._launch, script, limits or Limits(), stdin=stdin) as running:
             return running.result()
 
     def judge(
@@ -91,15 +92,15 @@ class Sandbox:
         """
         job = {"kind": "judge", "tests": dict(tests), "entry_point": entry_point, "stop": stop}
         if same_process:
-            with Run(self._launch, {**job, "program": program}, limits) as both:
+            with Execution(self._launch, {**job, "program": program}, limits) as both:
                 return judgement(both, both)
         patient = replace(limits, seconds=limits.seconds + _JUDGE_SECONDS, output_kb=max(limits.output_kb, 64))
         with ExitStack() as stack:
             there, back = os.pipe(), os.pipe()
             try:
                 served = {"kind": "serve", "program": program}
-                solving = stack.enter_context(Run(self._launch, served, limits, channel=(there[0], back[1])))
-                judging = stack.enter_context(Run(self._launch, job, patient, channel=(back[0], there[1])))
+                solving = stack.enter_context(Execution(self._launch, served, limits, channel=(there[0], back[1])))
+                judging = stack.enter_context(Execution(self._launch, job, patient, channel=(back[0], there[1])))
             finally:
                 for end in (*there, *back):
                     os.close(end)

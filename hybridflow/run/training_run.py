@@ -1,0 +1,98 @@
+"""Run: the directory of a training run with its record, its checkpoints and its evaluation, around the loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.data.tokenizer import TokenizerLike
+from hybridflow.held_out import HeldOut
+from hybridflow.run.checkpoints import Checkpoints
+from hybridflow.settings import by_name
+from hybridflow.tracking.metric_loggers import Destinations
+from hybridflow.tracking.tracker import Tracker
+
+
+class Run:
+    """A run in `directory`: a Tracker there, Checkpoints below it, and what a loop does for both.
+
+        run = hf.Run("runs/first")
+        for prompts in run.loop(loader):
+            batch = actor.generate_sequences(prompts)
+            ...
+            run.step(batch, actor.update_actor(batch))
+        run.finish()
+
+    `to`, `total`, `config` and `console` are those of Tracker; `every`, `keep`, `best`, `resume` and `batches` those of
+    Checkpoints. Every `samples` iterations some rows are written, with a `tokenizer` (the model's directory) token by
+    token. `held_out` is measured before and after the loop, and in between as it says; without `best` its metric
+    chooses the best checkpoint, which is noted. `tracker` and `checkpoints` have further methods.
+
+    Errors: as Tracker and Checkpoints.
+    """
+
+    @by_name
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        to: Destinations = (),
+        total: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        console: bool = True,
+        every: int | None = 20,
+        keep: int = 3,
+        best: str | None = None,
+        resume: str | os.PathLike[str] = "auto",
+        batches: bool = False,
+        samples: int = 10,
+        tokenizer: TokenizerLike | None = None,
+        held_out: HeldOut | None = None,
+    ) -> None:
+        best = held_out.name if best is None and held_out is not None and held_out.every else best
+        self.tracker = Tracker(directory, to=to, total=total, config=config, console=console)
+        saved = Path(directory) / "checkpoints"
+        self.checkpoints = Checkpoints(saved, every=every, keep=keep, best=best, resume=resume, batches=batches)
+        self.directory, self.held_out = self.tracker.directory, held_out
+        self._samples, self._tokenizer = samples, tokenizer
+
+    def loop(self, loader: Any) -> Iterator[Any]:
+        """`loader`'s batches, from where the run continues: `Checkpoints.resume`, with `held_out` before and after."""
+        batches = self.checkpoints.resume(loader)
+        if self.held_out is not None and not self.checkpoints.done:
+            self.held_out.measure("before", self.tracker)
+        yield from batches
+        if self.held_out is not None:
+            self.held_out.measure("after", self.tracker)
+
+    def step(self, batch: Batch | BatchRef, *metrics: Any) -> None:
+        """An iteration has been issued: its `metrics`, and those of `batch`, are logged; samples, evaluation and
+        checkpoint follow where it is time for them. Errors: as `Tracker.log` and `Checkpoints.step`."""
+        found = metrics if isinstance(batch, Batch) else (batch.metrics(), *metrics)
+        if self.held_out is not None:
+            found = (*found, self.held_out.after(self.checkpoints.done + 1))
+        self.tracker.log(*found)
+        self.tracker.samples(batch, every=self._samples, tokenizer=self._tokenizer)
+        self.checkpoints.step(*found)
+
+    def finish(self) -> None:
+        """Wait for the last iteration and write what is left; the best checkpoint becomes a note of the run."""
+        if (best := self.checkpoints.best_checkpoint) is not None:
+            self.tracker.note(best_checkpoint=f"{best[0].name}, {self.checkpoints.best} {best[1]:.3f}")
+        self.tracker.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.tracker.__exit__(kind, error, trace)
