@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -194,23 +195,16 @@ def _in_collective(frame: FrameType | None) -> bool:
     return False
 
 
-def ask(address: Any) -> Doing | str:
-    """The activity of the process at `address` (a reference to host and port), or why it does not answer."""
+def ask(address: Any, service: bytes = ASK) -> Doing | str:
+    """The activity of the process at `address` (a reference to host and port), or its `STACKS`; or why it does not
+    answer."""
     try:
-        return Doing(**json.loads(_answer(address, ASK)))
+        said = _answer(address, service)
+        return Doing(**json.loads(said)) if service == ASK else said.decode(errors="replace")
     except ray.exceptions.GetTimeoutError:
         return STARTING
     except (ray.exceptions.RayError, OSError, ValueError, TypeError):
         return SILENT
-
-
-def _stacks_of(address: Any) -> str:
-    try:
-        return _answer(address, STACKS).decode(errors="replace")
-    except ray.exceptions.GetTimeoutError:
-        return f"{STARTING}\n"
-    except (ray.exceptions.RayError, OSError, ValueError, TypeError):
-        return f"{SILENT}\n"
 
 
 def _answer(address: Any, service: bytes) -> bytes:
@@ -240,7 +234,7 @@ def ask_all(parts: Sequence[RankOutput], question: Callable[[Any], Any] = ask) -
 
 def all_stacks(parts: Sequence[RankOutput]) -> list[tuple[RankOutput, str]]:
     """The Python stacks of all threads of these processes, or why one does not answer."""
-    return ask_all(parts, _stacks_of)
+    return ask_all(parts, partial(ask, service=STACKS))
 
 
 def unfinished(parts: Sequence[RankOutput]) -> list[RankOutput]:
