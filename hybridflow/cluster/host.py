@@ -30,7 +30,6 @@ from ray import cloudpickle
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.call_request import CallRequest, call_of
-from hybridflow.cluster.constructor_settings import own_settings
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
 from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
@@ -43,6 +42,7 @@ from hybridflow.engines.call_events import MAPPED, CallWork, Event, bytes_of, ev
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.time_sharing import SharedStages
 from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError
+from hybridflow.settings import own_settings
 
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a running store

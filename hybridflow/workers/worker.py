@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.constructor_settings import constructor_settings
 from hybridflow.cluster.group import CallSchedule, WorkerGroup
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.pool import ResourcePool
@@ -28,6 +27,7 @@ from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.cost.resident_memory import PlacedGroup, check_resident
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.protocols.operation import Operation, OperationKind, kind_of, operations
+from hybridflow.settings import constructor_settings
 from hybridflow.topology import RankGrid
 from hybridflow.workers.moved_state import MovedState
 from hybridflow.workers.saved_state import SavedState

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.cluster.constructor_settings import constructor_settings, own_settings
 from hybridflow.errors import ConfigError
+from hybridflow.settings import constructor_settings, own_settings
 
 
 class Base:
