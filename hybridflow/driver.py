@@ -50,9 +50,7 @@ def init(
     ends the driver as Ctrl-C does, with status 143, unless the user installed a handler. Errors: ConfigError when a
     session is open.
     """
-    if (session := Session.existing()) is not None and session.traces:
-        return
-    cell = current_cell()
+    cell, session = current_cell(), Session.existing()
     if cell is not None and session is not None and cell.made_before(session.cells.get("")):
         replaced("the session")
         session.shutdown()
@@ -151,8 +149,6 @@ def together(*updates: Future) -> tuple[Future, ...]:
     session = Session.current()
     good = len(updates) == 2 and all(isinstance(update, Future) and update.outputs for update in updates)
     require(good, "together(...) takes two updates, such as actor.update_actor(...) and critic.update_critic(...).")
-    if session.traces:
-        return updates
     origins = [update.outputs[0].origin for update in updates]
     for origin in origins:
         require(origin.role in session.groups, f"together(...): {origin.role} is closed. Give updates of open groups.")

@@ -55,8 +55,8 @@ class PromptLoader(PromptSource):
 
     def drawn(self) -> Iterator[Batch]:
         """The remaining batches. Errors: PromptError for prompts that no group of the session can generate for."""
-        session = Session.existing() if self.check_context else None
-        groups = [] if session is None or session.traces else session.groups.values()
+        session = Session.existing() if self.check_context and Session.replay is None else None
+        groups = [] if session is None else session.groups.values()
         every = [one.settings for group in groups for one in group.all_ranks]
         able = [one for one in every if isinstance(one.get("generate"), VLLM) and has_tokenizer(one["model"])]
         limits = [prompt_limit(read_spec(one["model"], "lm", FSDP()), one["generate"]) for one in able]

@@ -5,7 +5,7 @@ Ray's processes implement it (`ray_backend.py`), and a trace, which only records
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,15 +82,14 @@ class RankCall:
 
 
 class SessionBackend(Protocol):
-    """Starts host processes, builds ranks in them and issues calls.
+    """Starts host processes, builds ranks in them and issues calls. A trace has nothing to stop, to build or to free.
 
-    `traces`: calls are recorded, not run; `iterations` are the calls in flight (`iterations.Iterations`), `channels`
-    the weight transfers between ranks (`weight_channels.WeightChannels`).
+    `iterations` are the calls in flight (`iterations.Iterations`), `channels` the weight transfers between ranks
+    (`weight_channels.WeightChannels`).
     """
 
     name: str
     deadlines: Deadlines
-    traces: bool
     has_cuda: bool
     iterations: Any
     channels: Any
@@ -122,11 +121,18 @@ class SessionBackend(Protocol):
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
         """`worker.method(*arguments)` of every rank; waits. Errors: WorkerError of a rank that raised."""
-        ...
+        return self.tell(ranks, method, *arguments)()
 
     def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         """`ask` in two parts: issues the calls in the order of all calls, and returns what waits for them."""
         ...
+
+    def place(self, worker_class: type, pool: Any, settings: Mapping[str, Any], name: str, grid: Any) -> Any:
+        """The ranks of a new group where the backend has placed it itself: a trace, outside of any pool."""
+
+    def stream(self, stream: Any) -> Iterator[Any]:
+        """The batches of a `streams.stream.ResponseStream`."""
+        return stream.batches()
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:
         """Free the ranks and the channels of their weights; wait at most `wait` seconds.

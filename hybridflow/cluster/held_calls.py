@@ -31,7 +31,7 @@ def partners(group: Any, operation: Operation) -> frozenset[str]:
     """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with. None on
     CUDA: steps and computations are on one stream there, and could wait for each other across ranks."""
     plain = kind_of(operation) == "training" and not operation.writes and not operation.blocking
-    if not plain or group.session.traces or group.session.has_cuda or not _pipelined(group.ranks):
+    if not plain or group.session.has_cuda or not _pipelined(group.ranks):
         return frozenset()
     return frozenset(
         other.ranks.key
@@ -166,7 +166,12 @@ class HeldCalls:
             calls, self._calls = self._calls, []
             if len(calls) == 2 and (together or self.automatic):
                 self._together = [call.issued for call in calls]
-                _send_together(calls)
+                for rank, host in enumerate(calls[0].ranks.hosts):
+                    asked = [call for call in calls if call.requests[rank] is not None]
+                    requests = [call.requests[rank] for call in asked]
+                    refs = host.handle.call_together.options(num_returns=len(asked)).remote(requests)
+                    for call, ref in zip(asked, refs if len(asked) > 1 else [refs], strict=True):
+                        call.results[rank] = ref
                 return
             errors: list[Exception] = []
             for call in calls:
@@ -193,12 +198,3 @@ class HeldCalls:
             if len(self._calls) == 2 and wanted == {id(call.issued) for call in self._calls}:
                 self.send(together=True)
             return wanted == set(map(id, self._together))
-
-
-def _send_together(calls: Sequence[HeldCall]) -> None:
-    for rank, host in enumerate(calls[0].ranks.hosts):
-        asked = [call for call in calls if call.requests[rank] is not None]
-        requests = [call.requests[rank] for call in asked]
-        refs = host.handle.call_together.options(num_returns=len(asked)).remote(requests)
-        for call, ref in zip(asked, refs if len(asked) > 1 else [refs], strict=True):
-            call.results[rank] = ref

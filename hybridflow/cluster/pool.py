@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ import ray.exceptions
 
 from hybridflow.cluster.backend import HostProcess, RankGroup
 from hybridflow.cluster.controller_worker import ControllerWorker
-from hybridflow.cluster.cuda_driver import driver_answers
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.interactive import current_cell, pool_table
@@ -139,7 +137,8 @@ class ResourcePool:
         Errors: PlacementError when the cluster no longer has as many devices.
         """
         reserved, session = self._reserved, self.session
-        per_node = list(_whole(reserved).devices_of_nodes) if self is not session.controller_pool else []
+        whole = self.part(range(len(reserved.hosts)))
+        per_node = list(whole.devices_of_nodes) if self is not session.controller_pool else []
         session.backend.stop_hosts(reserved.hosts, reserved.reservation)
         name = f"{session.name}-{uuid.uuid4().hex[:6]}"
         hosts, reservation = session.backend.start_hosts(name, per_node)
@@ -182,14 +181,13 @@ class ResourcePool:
         return found
 
     def device_memory(self) -> int | None:
-        """Bytes of the smallest device, once its host has started; in a trace of this machine's largest, which the run
-        will have without RAY_ADDRESS. None where unknown, and on the CPU."""
-        if self.session.traces or not self.session.has_cuda:
-            return driver_answers()[1] if self.session.has_cuda and "RAY_ADDRESS" not in os.environ else None
+        """Bytes of the smallest device, once its host has started. None where unknown, and on the CPU."""
+        if not self.session.has_cuda:
+            return None
         self.devices()  # asks
-        refs = [ref for ref in self._reserved.about.values() if isinstance(ref, ray.ObjectRef)]
-        with stage("starting host processes"):
-            ray.wait(refs, num_returns=len(refs), timeout=self.session.backend.deadlines.peers) if refs else ()
+        if refs := [ref for ref in self._reserved.about.values() if isinstance(ref, ray.ObjectRef)]:
+            with stage("starting host processes"):
+                ray.wait(refs, num_returns=len(refs), timeout=self.session.backend.deadlines.peers)
         return min(one["memory"] or 0 for one in self.devices()) or None
 
     def close(self) -> None:
@@ -218,10 +216,6 @@ class ResourcePool:
 
 def _unknown(host: HostProcess) -> dict[str, Any]:
     return {"node": host.node_name, "device": "", "name": "", "memory": None}
-
-
-def _whole(reserved: _Reserved) -> ResourcePool:
-    return _part(reserved, range(len(reserved.hosts)))
 
 
 def _part(reserved: _Reserved, members: Sequence[int]) -> ResourcePool:

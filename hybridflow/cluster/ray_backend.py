@@ -21,7 +21,15 @@ import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.cluster.backend import CONTROLLER, Deadlines, HostProcess, RankCall, RankGroup, node_numbers
+from hybridflow.cluster.backend import (
+    CONTROLLER,
+    Deadlines,
+    HostProcess,
+    RankCall,
+    RankGroup,
+    SessionBackend,
+    node_numbers,
+)
 from hybridflow.cluster.call_request import arguments_sent, requests_of
 from hybridflow.cluster.connection import Termination, connect
 from hybridflow.cluster.cuda_driver import check_cuda
@@ -46,13 +54,11 @@ _RETURN_SECONDS = 4.0
 RemoteHost = ray.remote(max_restarts=0, max_task_retries=0)(Host)
 
 
-class RayBackend:
+class RayBackend(SessionBackend):
     """Connects to the cluster at `address` (or `RAY_ADDRESS`), or starts a local one with `devices` logical devices.
 
     On a local machine without CUDA a device is a logical slot, so a pool may be larger than the number of cores.
     """
-
-    traces = False
 
     def __init__(
         self, address: str | None, devices: int | None, deadlines: Deadlines, deterministic: bool = False
@@ -223,9 +229,6 @@ class RayBackend:
             built = [host.handle.create.remote(seq, sent, nodes, uninitialized) for host in ranks.hosts]
         with stage(_building(ranks)):
             self._results(ranks, "__init__", built)
-
-    def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
-        return self.tell(ranks, method, *arguments)()
 
     def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         self.iterations.held.send()

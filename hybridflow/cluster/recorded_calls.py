@@ -133,12 +133,13 @@ class Recorder:
 
 class Replay:
     """Answers calls from `records` and ends the program after iteration `step`. The run continues from `checkpoint`
-    (None: from its start); `directory` takes what its trackers write, in place of the run's directory `run`."""
+    (None: from its start); `directory` takes what its trackers write, in place of the run's directory `run`; they have
+    their display if it `shows`."""
 
     def __init__(self, records: BatchRecords, step: int, checkpoint: Path | None, run: Path) -> None:
         self.records, self.step, self.checkpoint, self.run = records, step, checkpoint, run
         self.directory, self.ended_at = run / f"replay-{step}", 0
-        self.order = CallOrder()
+        self.order, self.shows = CallOrder(), True
 
     def directory_of(self, tracker: Any) -> Path:
         """The directory of a tracker that the run has at `tracker`."""
@@ -174,6 +175,10 @@ class Replay:
         self.ended_at = step
         if step >= self.step:
             raise SystemExit(0)
+
+    def finished(self) -> None:
+        """Errors: ConfigError: the loop has no further iteration."""
+        raise ConfigError(f"the loop ended after step {self.ended_at}, before that to replay.")
 
     def forget(self) -> None: ...
 

@@ -33,16 +33,19 @@ class Session:
     loaders, trackers and other objects of the driver that checkpoints contain, `states` those of a loaded checkpoint
     for parts that are not attached yet, `first_states` those at the start of the program. `run_directory` is that of
     the first tracker. `recorded` records calls that generate, or answers them in a `replay` of a run
-    (`recorded_calls`). `cells`: the notebook cells that made the groups and pools, by name ("": the session).
+    (`recorded_calls`; a trace takes its place). `cells`: the notebook cells that made the groups and pools, by name
+    ("": the session).
     """
 
+    traces = False
+
     _current: ClassVar[Session | None] = None
-    _assignment: ClassVar[Placement | None] = None
+    assignment: ClassVar[Placement | None] = None  # see `assigning`
     replay: ClassVar[Any] = None
 
     def __init__(self, backend: SessionBackend) -> None:
         self.backend: Any = backend
-        self.name, self.traces, self.has_cuda = backend.name, backend.traces, backend.has_cuda
+        self.name, self.has_cuda = backend.name, backend.has_cuda
         self.pools: list[Any] = []
         self.groups: dict[str, Any] = {}
         self.controller_pool: Any = None
@@ -79,25 +82,23 @@ class Session:
 
         Errors: ConfigError when one is open already."""
         if cls._current is not None:
-            raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
+            return cls._current.opened_again()
         cls._current = session = cls(RayBackend(address, devices, deadlines or Deadlines(), deterministic))
         session.iterations.incidents.directory = lambda: session.run_directory
         return session
 
+    def opened_again(self) -> Session:
+        raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
+
     @classmethod
     @contextlib.contextmanager
-    def assigning(cls, placement: Placement) -> Iterator[None]:
+    def assigning(cls, placement: Placement | None) -> Iterator[None]:
         """Groups placed inside get the devices and sizes of their name in `placement`, instead of the driver's."""
-        before, Session._assignment = Session._assignment, placement
+        before, Session.assignment = Session.assignment, placement
         try:
             yield
         finally:
-            Session._assignment = before
-
-    @property
-    def assignment(self) -> Placement | None:
-        """The current `assigning` placement; None in a trace."""
-        return None if self.traces else Session._assignment
+            Session.assignment = before
 
     @property
     def iterations(self) -> Any:
@@ -118,7 +119,7 @@ class Session:
 
     def replace_earlier(self, cell: Cell | None, name: str | None = None) -> None:
         """Close what an earlier run of this cell made at this place, or else the group `name` of an earlier cell."""
-        if cell is None or self.traces:
+        if cell is None:
             return
         for pool in [pool for pool in self.pools if cell.made_before(self.cells.get(pool.name))]:
             replaced(f"the pool {pool}")
@@ -153,7 +154,7 @@ class Session:
         It replaces another part of its `name`; the default is that of its class, numbered in the order of first use. In
         a run that continues it takes its state from the checkpoint.
         """
-        if self.traces or any(known is part for known in self.parts.values()):
+        if any(known is part for known in self.parts.values()):
             return
         kind = type(part).__name__
         name = name or next(n for n in (f"{kind}-{i}" for i in itertools.count()) if n not in self.parts)
@@ -193,7 +194,7 @@ class Session:
                 callback()
             except Exception:
                 logger.warning("%s failed while the session was closing", callback, exc_info=True)
-        if Session._current is self and not self.traces:  # a trace remains the driver's session until it ends
+        if Session._current is self:
             Session._current = None
         atexit.unregister(self.shutdown)
         for pool in [*self.pools, self.controller_pool]:

@@ -115,7 +115,7 @@ class Checkpoints:
         self._named, self._only = dict(parts or {}), only
         lock = self.directory.with_name(f".{self.directory.name}.lock")
         self._owner = RunLock(lock, f"Checkpoints({str(directory)!r})")
-        if self._replay is None and not ((session := Session.existing()) and session.traces):
+        if self._replay is None:
             self._owner.take()
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
@@ -156,8 +156,6 @@ class Checkpoints:
         session = Session.current()
         if self._record and isinstance(loader, ResponseStream):
             raise ConfigError("batches=True: hf.stream and hf.Elastic generate across iterations and are not recorded.")
-        if session.traces:
-            return iter(loader)
         if not (callable(getattr(loader, "state", None)) and callable(getattr(loader, "load_state", None))):
             raise ConfigError(
                 f"resume({type(loader).__name__}): give a loader with state() and load_state(state), such as "
@@ -254,7 +252,8 @@ class Checkpoints:
                     if self._step and self._saved != self._step:
                         self._save(session)
                     self._report(wait=True)
-                    require(self._replay is None, f"the loop ended after step {self._step}, before that to replay.")
+                    if self._replay is not None:
+                        self._replay.finished()
                     if status := session.backend.termination.asked:
                         raise SystemExit(status)
                     self._exhausted, session.recorded = True, None  # later loops number their own iterations
@@ -325,8 +324,6 @@ class Checkpoints:
         """
         session = Session.current()
         self._step, self._metrics = self._step + 1, metrics
-        if session.traces:
-            return
         if self.restarts < self.max_restarts:
             self._note(session)
         if session.deferred is not None:
@@ -414,7 +411,8 @@ class Checkpoints:
             self._report(wait=True)
         except HybridFlowError as error:
             logger.warning("%s", str(error).splitlines()[0])
-        if self._exhausted and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
+        ended = self._exhausted and self._replay is None
+        if ended and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
             with suppress(OSError):
                 (self.directory / _ENDED).write_text(f"{self._step}\n")
         self._owner.release()

@@ -98,7 +98,7 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     """
     session = Session.current()
     target = Path(os.path.abspath(local_path(path)))
-    if not session.traces:
+    if Session.replay is None:
         Saving(session, target, RunParts.of(session, parts)).result()
     return str(target)
 

@@ -62,7 +62,7 @@ class Elastic(ElasticDevices):
 
     A policy that raises or answers what is not possible is refused with a warning; devices stay where they are until
     the next iteration asks it again.
-    Errors: ConfigError, PlacementError for groups that lie elsewhere; those of `resizing.GroupSizes`.
+    Errors: ConfigError, PlacementError for groups that lie elsewhere; those of `GroupSizes`.
     """
 
     def stream(
@@ -89,8 +89,6 @@ class Elastic(ElasticDevices):
             Agent.of(sampling) is None,
             "elastic devices generate single turns, because trajectories cannot move to other devices: use hf.stream.",
         )
-        if self.actor.session.traces:
-            self.actor.session.backend.elastic = True  # type: ignore[attr-defined]
         size = loader.batch_size * n
         require(
             loader.batch_size % minibatches == 0,
@@ -123,8 +121,6 @@ class ElasticStream(ReplicaStream):
 
     def _reset(self) -> None:
         super()._reset()
-        if self.elastic.actor.session.traces:
-            return
         self.elastic.resize(self.elastic.static.actor.instances)  # after lost hosts
         self._now = replace(
             self.elastic.static,
@@ -150,8 +146,6 @@ class ElasticStream(ReplicaStream):
     def metrics(self) -> dict[str, float]:
         """Those of `ResponseStream`, and of the iteration so far `elastic/switches`, `elastic/switch_seconds` and
         `elastic/moved_rows`, and `elastic/actor_instances`, `elastic/rollout_instances` now."""
-        if self.elastic.actor.session.traces:
-            return super().metrics()
         now = {f"elastic/{name}_instances": float(getattr(self._now, name).instances) for name in ("actor", "rollout")}
         return super().metrics() | self._switched | now
 

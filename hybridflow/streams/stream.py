@@ -110,7 +110,7 @@ class ResponseStream:
         copy_seconds: float,
     ) -> None:
         self.loader, self.options = loader, options
-        self._groups, self._until, self._sampling, self._function = groups, until, sampling, function
+        self._groups, self.until, self._sampling, self.function = groups, until, sampling, function
         self._copy_seconds, self._keeps = copy_seconds, False  # until a state is asked for
         self._closed = self._started = False
         for group in groups:
@@ -134,7 +134,7 @@ class ResponseStream:
                 del session.parts[name]
         for group in self._groups:
             group.response_stream = None
-            if self._started and self._until is not None and not group.closed:
+            if self._started and self.until is not None and not group.closed:
                 with suppress(HybridFlowError):  # lost hosts have no rows
                     group.withdraw_rows()
 
@@ -144,7 +144,7 @@ class ResponseStream:
             raise ConfigError(f"this stream of {names} is closed, or a newer one has taken over: loop over that one.")
 
     def _reset(self) -> None:
-        until, copying = cast("Until", self._until), self._copy_seconds if self._keeps else None
+        until, copying = cast("Until", self.until), self._copy_seconds if self._keeps else None
         chains = [c for group in self._sessions for c in replica_calls(group, until, self._sampling, copying)]
         self._chains: dict[Replica, ReplicaCalls] = {f"{chain.group.name}/{chain.replica}": chain for chain in chains}
         self._admission = Admission(self.options, self._chains or ("function",))
@@ -197,7 +197,7 @@ class ResponseStream:
         rows = [row for chain in self._chains.values() for row in chain.copied_rows()]
         rows += [row for group in self._sessions for found in group.withdraw_rows().get() for row in found]
         for group in self._sessions:
-            group.advance_rows(until=self._until, **self._sampling)  # drops what has finished meanwhile
+            group.advance_rows(until=self.until, **self._sampling)  # drops what has finished meanwhile
         done = {number: group for groups in (*self._given, self._found) for number, group in groups.items()}
         state, self._restored = self._restored, None
         self._reset()
@@ -228,14 +228,15 @@ class ResponseStream:
     @property
     def _sessions(self) -> Sequence[WorkerGroup]:
         """The groups whose rows the stream advances."""
-        return self._groups if self._until is not None else ()
+        return self._groups if self.until is not None else ()
 
     def __iter__(self) -> Iterator[BatchRef]:
-        session = Session.current()
         self._check_open()
-        if session.traces:
-            yield from session.backend.stream(self.loader, self._function, self.options, bool(self._sessions))
-            return
+        return Session.current().backend.stream(self)
+
+    def batches(self) -> Iterator[BatchRef]:
+        """The batches of one loop."""
+        session = Session.current()
         keeps = self._keeps
         session.attach(self)  # asks for a state
         self._keeps, source = keeps, session.iterations.timed(self.loader.drawn(), "loader")
@@ -339,10 +340,10 @@ class ResponseStream:
         """Start groups; or continue `rows`, the unfinished responses of one group by their index."""
         for number in places:
             self._found[number] = {}
-        if self._until is None:
+        if self.until is None:
             numbers, size = sorted(places), self.options.groups
             for batch in (numbers[i : i + size] for i in range(0, len(numbers), size)):
-                self._issued.append((self._function(BatchRef.from_batch(self._prompts.rows(batch))), batch))
+                self._issued.append((self.function(BatchRef.from_batch(self._prompts.rows(batch))), batch))
             return
         for number, place in places.items():
             chain = self._chains[place]
@@ -369,7 +370,7 @@ class ResponseStream:
 
     def _advance(self) -> None:
         """Keep calls queued, and take up what the next one to end has finished."""
-        if self._until is None:
+        if self.until is None:
             self._take_function()
             return
         chains = list(self._chains.values())
@@ -413,7 +414,7 @@ class ResponseStream:
         rows = calls[0] if len(calls) == 1 else BatchRef.concat(calls)
         if places != list(range(rows.rows)):
             rows = rows.take(places)
-        if self._until is not None:
+        if self.until is not None:
             rows = with_prompts(rows, self._prompts.rows(batch.groups), picked, self.options.n)
         self._prompts.forget(min(self._found, default=self._admission.admitted))
         return rows

@@ -14,9 +14,10 @@ import itertools
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup
+from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup, SessionBackend
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.cuda_driver import driver_answers
 from hybridflow.cluster.future import Future, Known
+from hybridflow.cluster.group_call import GroupCall
 from hybridflow.cluster.incidents import Incidents
+from hybridflow.cluster.pool import ResourcePool
+from hybridflow.cluster.recorded_calls import CallOrder
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
@@ -36,10 +41,12 @@ from hybridflow.config import VLLM, Sampling
 from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.admission import StreamOptions
 from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source
 from hybridflow.protocols.operation import Operation, kind_of, operations
+from hybridflow.streams.elastic import ElasticStream
+from hybridflow.streams.stream import ResponseStream
 from hybridflow.topology import RankGrid
+from hybridflow.workers.worker import check_memory, ranks_on
 
 ITERATIONS = 3  # the third is typical, even if the first has no data yet
 _MOST = 64  # limit for a loop in which a group with an optimizer never trains
@@ -61,7 +68,13 @@ class NoProcessError(ConfigError):
 
 
 class NoHost:
-    """Takes the place of a host process's handle."""
+    """Takes the place of a host process's handle. Of its device only the memory is known: that of this machine's
+    largest, which the run will have without RAY_ADDRESS."""
+
+    @property
+    def about(self) -> Any:
+        memory = None if "RAY_ADDRESS" in os.environ else driver_answers()[1]
+        return SimpleNamespace(remote=lambda: {"node": "", "device": "", "name": "", "memory": memory})
 
     def __getattr__(self, name: str) -> Any:
         raise NoProcessError(
@@ -83,14 +96,33 @@ class SampledRows:
     prompt_tokens: tuple[int, ...] = field(repr=False)
 
 
-class TraceBackend:
-    """Records a driver's calls in `program`, and acts as its own `iterations` and `channels`.
+class TraceSession(Session):
+    """The session of a traced driver: it remains the driver's until the trace ends, and no checkpoint has its parts."""
+
+    traces = True
+
+    def opened_again(self) -> Session:
+        return self
+
+    def attach(self, part: Any, name: str | None = None) -> None: ...
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        Session._current = self
+
+
+class TraceBackend(SessionBackend):
+    """Records a driver's calls in `program`, and acts as its own `iterations`, with their `held` calls, and `channels`;
+    also as the session's `replay`: files of trackers are temporary, checkpoints are neither read nor written.
 
     With `checks` groups are checked as before they are built, and one iteration is enough. `guessed`: the driver has
     read made-up results, so that whatever it does from then on may differ from a run.
     """
 
-    traces = True
+    events = None
+    shows = automatic = False
+    checkpoints = ()
+    termination = SimpleNamespace(asked=0, deferred=contextlib.nullcontext)
 
     def __init__(self, checks: bool = False) -> None:
         self.checks = checks
@@ -98,11 +130,12 @@ class TraceBackend:
         self.has_cuda = checks and (torch.cuda.is_available() or "RAY_ADDRESS" in os.environ)
         self.name, self.deadlines = f"trace-{uuid.uuid4().hex[:6]}", Deadlines()
         self.iterations: Any = self
-        self.channels: Any = self
+        self.channels = self.held = self.iterations
+        self.order = CallOrder()
         self.program = GraphBuilder()
         self.sampled: SampledRows | None = None
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
-        self.checked: dict[str, RankGroup] = {}  # the ranks that groups would have
+        self._checked: dict[str, RankGroup] = {}  # the ranks that groups would have
         self._sequence, self.incidents = itertools.count(1), Incidents()
         self._recording = self._has_loader = self.guessed = self.elastic = False
         self._reads_of_driver, self._trained_most = True, 0
@@ -115,24 +148,34 @@ class TraceBackend:
     def within(self) -> Iterator[Session]:
         """Opens a session on this backend, until the end or a TraceEndedError; the previous session is current again
         afterwards. Errors: ConfigError for an iteration without an end, unless this is a check."""
-        session = Session(self)
-        before, Session._current = Session._current, session
+        before, session = (Session._current, Session.replay), TraceSession(self)
+        Session._current, Session.replay = session, self
         try:
-            yield session
+            with Session.assigning(None):
+                yield session
         except TraceEndedError:
             pass
         finally:
             session.shutdown()
-            Session._current = before
+            Session._current, Session.replay = before
             self._scratch.close()
         if self._endless and not self.checks:
             raise ConfigError(self._endless)
 
-    def scratch(self) -> str:
+    # As a replay
+
+    def directory_of(self, tracker: Any) -> str:
         """A directory that is removed when the trace ends."""
         return self._scratch.enter_context(
             tempfile.TemporaryDirectory(prefix="hybridflow-trace-", ignore_cleanup_errors=True)
         )
+
+    def call(self, role: str, call: GroupCall, run: Callable[[], Any]) -> Any:
+        return run()
+
+    def ended(self, *step: int) -> None: ...
+
+    finished = ended
 
     # Groups
 
@@ -140,11 +183,15 @@ class TraceBackend:
         nodes = [node for node, count in enumerate(per_node or (1,)) for _ in range(count)]
         return tuple(HostProcess(NoHost(), node=node) for node in nodes), None
 
-    def stop_hosts(self, hosts: Sequence[HostProcess], reserved: None) -> None:
-        """No process runs."""
-
-    def ranks(self, worker_class: type, settings: Mapping[str, Any], name: str) -> RankGroup:
-        """A group of one rank, without checks; its `model` may be anything."""
+    def place(
+        self, worker_class: type, pool: ResourcePool, settings: Mapping[str, Any], name: str, grid: RankGrid | None
+    ) -> RankGroup:
+        """A group of one rank, without a place; unless this `checks`, its `model` may be anything."""
+        if self.checks:
+            ranks = ranks_on(worker_class, pool, settings, name, grid)
+            there = [one for open_, one in self._checked.items() if open_ in pool.session.groups]
+            check_memory(pool, [ranks], there)
+            self._checked[name], settings = ranks, dict(ranks.settings)
         self.described[name] = (worker_class, settings)
         model = settings.get("model")
         texts = {} if model is None else {"model": model.family if isinstance(model, ModelSpec) else str(model)}
@@ -153,20 +200,14 @@ class TraceBackend:
         return RankGroup(name, worker_class, own, RankGrid(), self.name, (0,), hosts, key)
 
     def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
-        """If the model is only a name or sizes, operations assume a tokenizer."""
+        """If the model is only a name or sizes, operations assume a tokenizer. Unless this `checks`, rows may divide in
+        any way: their number is made up."""
         known, model = operations(worker_class), settings.get("model")
+        if not self.checks:
+            known = {name: _undivided(operation) for name, operation in known.items()}
         if model is None or has_tokenizer(model):
             return known
         return {name: _unchecked(operation, not Path(model).is_dir()) for name, operation in known.items()}
-
-    def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
-        """Nothing has to be built."""
-
-    def drop(self, ranks: RankGroup, wait: float) -> None:
-        """Nothing has to be freed."""
-
-    def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
-        return self.tell(ranks, method, *arguments)()
 
     def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         return lambda: [getattr(host.handle, method) for host in ranks.hosts]
@@ -282,6 +323,14 @@ class TraceBackend:
     def wait(self, outputs: Sequence[RankOutput]) -> list[Any]:
         return []
 
+    def together(self, issued: Sequence[IssuedCall | None]) -> bool:
+        return True
+
+    def listen(self) -> None:
+        """No process reports events."""
+
+    collect = listen
+
     def sequence(self) -> int:
         return next(self._sequence)
 
@@ -307,22 +356,17 @@ class TraceBackend:
             return bool(trained) and trained >= optimized
         return len(trained) == self._trained_most or done >= 2 * _MOST
 
-    def stream(
-        self,
-        loader: Iterable[BatchRef],
-        function: Callable[[BatchRef], BatchRef],
-        options: StreamOptions,
-        continuous: bool,
-    ) -> Iterator[BatchRef]:
-        """The batches of a stream, one call of `function` each. An elastic one is traced as whole iterations."""
-        for prompts in loader:
+    def stream(self, stream: ResponseStream) -> Iterator[BatchRef]:
+        """One call of the stream's `function` for each batch. An elastic one is traced as whole iterations."""
+        self.elastic, options = self.elastic or isinstance(stream, ElasticStream), stream.options
+        for prompts in stream.loader:  # type: ignore[attr-defined]  a PromptLoader
             if self.elastic:
-                yield function(prompts)
+                yield stream.function(prompts)
                 continue
             if len(prompts) != options.groups:
                 prompts = prompts.take([i % len(prompts) for i in range(options.groups)])
-            self.program.stream = options.max_staleness, continuous
-            batch = function(prompts)
+            self.program.stream = options.max_staleness, stream.until is not None
+            batch = stream.function(prompts)
             self.program.stream = 0, False
             yield batch
 
@@ -333,6 +377,14 @@ class TraceBackend:
         self._sources[issued] = self.program.sync(source.name, destination.name)
         moved = Known(PlaceholderMetrics(bytes=0.0, seconds=0.0))
         return Future((RankOutput(moved, None, CallOrigin(source.name, 0, "sync_weights"), issued),))
+
+
+def _undivided(operation: Operation) -> Operation:
+    """The operation with a check that does not ask whether rows divide into mini-batches."""
+    check, chunks = operation.check, operation.chunks
+    if check is None or not chunks:
+        return operation
+    return replace(operation, check=lambda own, call: check(own, {**call, chunks: 1} if chunks in call else call))
 
 
 def _unchecked(operation: Operation, with_texts: bool) -> Operation:

@@ -82,11 +82,9 @@ class Tracker:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         directory = local_path(directory)
-        startup.writes_to(directory if Session.replay is None else Session.replay.directory_of(directory))
-        if (session := Session.existing()) is not None and session.traces:
-            directory, to, console = session.backend.scratch(), (), False
-        elif Session.replay is not None:
-            directory, to = Session.replay.directory_of(directory), ()
+        if (replay := Session.replay) is not None:
+            directory, to, console = replay.directory_of(directory), (), console and replay.shows
+        startup.writes_to(directory)
         self._loggers = find_loggers(to)
         self.directory = Path(directory)
         if self.directory.exists() and not self.directory.is_dir():
@@ -99,8 +97,8 @@ class Tracker:
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
         self._owner = RunLock(self.directory / ".lock", f"Tracker({str(directory)!r})")
         self._owner.take()
-        if current_cell() is not None and session is not None:  # what an earlier run of a notebook has left
-            for other in list(session.parts.values()):
+        if current_cell() is not None and (session := Session.existing()) is not None:
+            for other in list(session.parts.values()):  # of an earlier run of the notebook
                 if isinstance(other, Tracker) and other.directory == self.directory:
                     session.write_metrics()
                     other.finish_late()
@@ -336,7 +334,7 @@ class Tracker:
 
     def _record(self, session: Session, newest: bool) -> None:
         """Write the session's events, unless another tracker does; the `newest` one takes over."""
-        if session.traces or (self._recorder is not None and self._recorder.session is session):
+        if self._recorder is not None and self._recorder.session is session:
             return
         known = [part for part in session.parts.values() if isinstance(part, Tracker) and part is not self]
         for other in [part for part in known if part._recorder is not None and part._recorder.session is session]:

@@ -10,7 +10,6 @@ from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import or_sampled
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols.operation import Settings
 from hybridflow.settings import require
@@ -66,10 +65,7 @@ class UpdateCall:
         """
         batch, parts, uneven = call["batch"], call["minibatches"], call.get("uneven", False)
         require(type(uneven) is bool, f"uneven={uneven!r}: give True or False.")
-        session = Session.existing()
-        traced = session is not None and session.traces and not session.backend.checks
-        placeholder = not isinstance(batch, BatchRef) or traced
-        if placeholder or parts == 1 or parts > batch.rows:
+        if not isinstance(batch, BatchRef) or parts == 1 or parts > batch.rows:
             return
         rows, what = batch.rows, "rows"
         if "trajectory_id" in batch.columns:

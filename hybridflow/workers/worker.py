@@ -164,14 +164,8 @@ def place(
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
     if cell is not None:
         session.cells[role] = cell
-    if session.traces:
-        if session.backend.checks:
-            ranks = ranks_on(worker_class, pool, settings, role, grid)
-            checked = session.backend.checked
-            check_memory(pool, [ranks], [one for open_, one in checked.items() if open_ in session.groups])
-            checked[role] = ranks
-            settings = dict(ranks.settings)
-        return WorkerGroup(session, session.backend.ranks(worker_class, settings, role))
+    if (ranks := session.backend.place(worker_class, pool, settings, role, grid)) is not None:
+        return WorkerGroup(session, ranks)
     if planned_for is None and session.assignment is not None:
         planned_for = session.assignment.groups.get(role)
     if planned_for is not None:

@@ -14,7 +14,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow import FSDP, VLLM, LoRA, Megatron, ZeRO
-from hybridflow.streams.resizing import GroupSizes
+from hybridflow.streams.elastic_devices import GroupSizes
 from tests.tiny_models import make_classifier, make_policy, make_prompts, make_rows
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import hybridflow as hf
-from hybridflow.streams.resizing import GroupSizes
+from hybridflow.streams.elastic_devices import GroupSizes
 from tests import tiny_models
 from tests.integration.shown_actor import ADAM, Shown
 

@@ -18,9 +18,8 @@ from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import grow_actor, lend_actor, released_rollouts, return_actor
 from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
 from hybridflow.planner.elastic.transitions import applied
-from hybridflow.streams.elastic_devices import POLICIES
+from hybridflow.streams.elastic_devices import POLICIES, GroupSizes
 from hybridflow.streams.replica_calls import ReplicaCalls
-from hybridflow.streams.resizing import GroupSizes
 from tests import tiny_models
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ import hybridflow as hf
 from hybridflow.errors import ConfigError, HostLostError, PlacementError, WorkerError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.planner.cost.resident_memory import PlacedGroup
-from hybridflow.streams.resizing import GroupSizes, Resized
+from hybridflow.streams.elastic_devices import GroupSizes, Resized
 from hybridflow.topology import RankGrid
 from tests import tiny_models
 from tests.integration import resizing_driver

@@ -457,6 +457,66 @@ def test_a_loader_that_ends_and_what_comes_after(small: Path):
     assert versions(graph) == {(UPDATE, name, 1) for name in kinds(graph)}
 
 
+@pytest.mark.parametrize("trace", [trace_driver, check_driver])
+def test_what_outlives_a_run_is_neither_read_nor_written(trace: Any, tmp_path: Path):
+    """Also by a loop that comes to its end, after which a run would be marked as ended."""
+    (tmp_path / "home" / "kept").mkdir(parents=True)
+    model, tmp_path = make_policy(tmp_path / "policy"), tmp_path / "home"
+
+    def driver():
+        hf.init(devices=2)
+        pool = hf.ResourcePool([2])
+        assert [device["memory"] for device in pool.devices()] == [None, None] or torch.cuda.is_available()
+        generate = hf.VLLM(max_length=16, sampling=hf.Sampling(max_tokens=4))
+        actor = hf.ActorWorker.on(pool, model=model, optim=hf.SGD(lr=1.0), generate=generate)
+        critic = hf.CriticWorker.on(pool, model=model, optim=hf.SGD(lr=1.0))
+        checkpoints = hf.Checkpoints(tmp_path / "kept", every=1, batches=True)
+        tracker = hf.Tracker(tmp_path / "run", to=("tensorboard",))
+        assert hf.load(tmp_path / "nowhere") == checkpoints.done == 0
+        texts, ids = [{"prompt": "1"}] * 8, hf.Batch({"prompt_ids": [[1, 2]] * 8})
+        loader = hf.PromptLoader(texts, batch_size=8, steps=1)
+        for prompts in checkpoints.resume(loader):
+            batch = actor.generate_sequences(ids | prompts)
+            batch |= actor.compute_log_prob(batch) | critic.compute_values(batch)
+            batch |= {"rewards": torch.zeros(8)}
+            batch |= hf.compute_advantage(batch, "gae")
+            one, other = hf.together(actor.update_actor(batch), critic.update_critic(batch))
+            tracker.log(batch.metrics(), one, other)
+            checkpoints.step(one)
+            hf.save(tmp_path / "saved")
+        assert checkpoints.done == 1
+        hf.shutdown()
+        hf.init()  # of the same trace
+        ended.append(Session.current())
+
+    ended: list[Session] = []
+    trace(driver)
+    assert ended or trace is check_driver
+    assert (Session.existing(), Session.replay) == (None, None)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+
+
+def test_elastic_devices_are_traced_as_whole_iterations(small: Path):
+    def driver():
+        pool, model = hf.ResourcePool(4), small / "model"
+        actor = hf.ActorWorker.on(pool[:1], model=model, optim=hf.SGD(lr=1.0), generate=None)
+        rollout = hf.RolloutWorker.on(pool, model=model, generate=hf.VLLM())
+        elastic = hf.Elastic(pool, actor=actor, rollout=rollout)
+        loader = hf.PromptLoader([{"prompt": "1+1="}] * 8, batch_size=8)
+        stream = elastic.stream(loader, n=2, minibatches=2)
+        for batch in stream:
+            seen.update(stream.metrics())
+            batch |= {"advantages": torch.zeros(16)}
+            actor.update_actor(batch, loss=lambda outputs, rows, totals: (outputs["log_probs"].sum(), {}))
+            hf.sync_weights(actor, rollout)
+
+    seen: dict[str, float] = {}
+    found = trace_driver(driver)
+    assert (found.elastic, found.rows) == (True, 16)
+    assert seen["elastic/switches"] == 0.0
+    assert list(kinds(found.graph)) == ["rollout.generate_sequences", UPDATE]
+
+
 def test_groups_that_no_device_can_hold_are_refused_before_anything_starts(tmp_path: Path, monkeypatch):
     """By the memory of this machine's devices, where the run will use them."""
     model = make_policy(tmp_path / "policy")
@@ -474,7 +534,7 @@ def test_groups_that_no_device_can_hold_are_refused_before_anything_starts(tmp_p
     closes = False
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     parameters = read_spec(model, "lm", hf.Megatron()).num_parameters
-    monkeypatch.setattr("hybridflow.cluster.pool.driver_answers", lambda: ("580", 36 * parameters))
+    monkeypatch.setattr("hybridflow.tracing.trace_backend.driver_answers", lambda: ("580", 36 * parameters))
     check_driver(driver)  # without CUDA
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(PlacementError, match=r"critic does not fit on its devices: while actor gen.*reference we"):
@@ -482,9 +542,9 @@ def test_groups_that_no_device_can_hold_are_refused_before_anything_starts(tmp_p
     closes = True
     check_driver(driver)
     closes = False
-    monkeypatch.setattr("hybridflow.cluster.pool.driver_answers", lambda: ("580", 60 * parameters))
+    monkeypatch.setattr("hybridflow.tracing.trace_backend.driver_answers", lambda: ("580", 60 * parameters))
     check_driver(driver)
-    monkeypatch.setattr("hybridflow.cluster.pool.driver_answers", lambda: ("580", 1))
+    monkeypatch.setattr("hybridflow.tracing.trace_backend.driver_answers", lambda: ("580", 1))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_driver(driver)  # the devices of that cluster are unknown
 
