@@ -139,7 +139,7 @@ class Replay:
     def __init__(self, records: BatchRecords, step: int, checkpoint: Path | None, run: Path) -> None:
         self.records, self.step, self.checkpoint, self.run = records, step, checkpoint, run
         self.directory, self.ended_at = run / f"replay-{step}", 0
-        self.order, self.shows = CallOrder(), True
+        self.order, self.shows, self.recorded = CallOrder(), True, self
 
     def directory_of(self, tracker: Any) -> Path:
         """The directory of a tracker that the run has at `tracker`."""

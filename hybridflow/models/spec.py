@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hybridflow.errors import CheckpointError, ModelError, nearest
@@ -376,3 +377,19 @@ def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
             f"{full} of {layers} layers attend to everything and the others to {window} tokens, which is not supported."
         )
     return None if full else window
+
+
+_LLAMA = {"family": "llama", "head_dim": 128, "vocab": 128256, "rope_theta": 500000.0, "context": 8192}
+_SIZES = {
+    "llama3-7b": (4096, 14336, 32, 32, 8),
+    "llama3-13b": (5120, 13824, 40, 40, 40),
+    "llama3-34b": (8192, 22016, 48, 64, 8),
+    "llama3-70b": (8192, 28672, 80, 64, 8),
+}
+PUBLISHED: Mapping[str, ModelSpec] = MappingProxyType(
+    {
+        name: ModelSpec(hidden=h, intermediate=i, layers=layers, heads=heads, kv_heads=kv, **_LLAMA)  # type: ignore[arg-type]
+        for name, (h, i, layers, heads, kv) in _SIZES.items()
+    }
+)
+"""The models of ReaL's and HybridFlow's evaluations."""

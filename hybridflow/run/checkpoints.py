@@ -177,8 +177,10 @@ class Checkpoints:
         start = self._load(session, self._candidates(loader))
         if self._replay is None:
             self._set_aside(saved_steps(self.directory), unless=start)
-        done = self._step if start is not None and start.parent == self.directory else 0
-        session.recorded = self._replay or Recorder.start(self._records, done, self._record)
+            done = self._step if start is not None and start.parent == self.directory else 0
+            session.recorded = Recorder.start(self._records, done, self._record)
+        else:
+            session.recorded = self._replay.recorded
         self._note(session)
         return self._iterate(session, loader)
 

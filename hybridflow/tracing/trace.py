@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from hybridflow.batch.batch import Batch
@@ -18,7 +18,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
-from hybridflow.models.spec import Head, ModelSpec
+from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.settings import require
 from hybridflow.tracing.trace_backend import NoProcessError, SampledRows, TraceBackend, placeholder_columns
@@ -29,21 +29,6 @@ logger = logging.getLogger(__name__)
 
 ModelSource = str | os.PathLike[str] | ModelSpec
 """A checkpoint's directory, a `config.json`, a name of the hub, a published model such as "llama3-70b", or a spec."""
-
-_LLAMA = {"family": "llama", "head_dim": 128, "vocab": 128256, "rope_theta": 500000.0, "context": 8192}
-_SIZES = {
-    "llama3-7b": (4096, 14336, 32, 32, 8),
-    "llama3-13b": (5120, 13824, 40, 40, 40),
-    "llama3-34b": (8192, 22016, 48, 64, 8),
-    "llama3-70b": (8192, 28672, 80, 64, 8),
-}
-PUBLISHED: Mapping[str, ModelSpec] = MappingProxyType(
-    {
-        name: ModelSpec(hidden=h, intermediate=i, layers=layers, heads=heads, kv_heads=kv, **_LLAMA)  # type: ignore[arg-type]
-        for name, (h, i, layers, heads, kv) in _SIZES.items()
-    }
-)
-"""The models of ReaL's and HybridFlow's evaluations."""
 
 
 @dataclass(frozen=True)

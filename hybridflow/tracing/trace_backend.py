@@ -30,10 +30,7 @@ from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGro
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.cuda_driver import driver_answers
 from hybridflow.cluster.future import Future, Known
-from hybridflow.cluster.group_call import GroupCall
 from hybridflow.cluster.incidents import Incidents
-from hybridflow.cluster.pool import ResourcePool
-from hybridflow.cluster.recorded_calls import CallOrder
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
@@ -119,7 +116,7 @@ class TraceBackend(SessionBackend):
     read made-up results, so that whatever it does from then on may differ from a run.
     """
 
-    events = None
+    events = recorded = None
     shows = automatic = False
     checkpoints = ()
     termination = SimpleNamespace(asked=0, deferred=contextlib.nullcontext)
@@ -131,7 +128,6 @@ class TraceBackend(SessionBackend):
         self.name, self.deadlines = f"trace-{uuid.uuid4().hex[:6]}", Deadlines()
         self.iterations: Any = self
         self.channels = self.held = self.iterations
-        self.order = CallOrder()
         self.program = GraphBuilder()
         self.sampled: SampledRows | None = None
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
@@ -151,10 +147,8 @@ class TraceBackend(SessionBackend):
         before, session = (Session._current, Session.replay), TraceSession(self)
         Session._current, Session.replay = session, self
         try:
-            with Session.assigning(None):
+            with contextlib.suppress(TraceEndedError), Session.assigning(None):
                 yield session
-        except TraceEndedError:
-            pass
         finally:
             session.shutdown()
             Session._current, Session.replay = before
@@ -162,20 +156,15 @@ class TraceBackend(SessionBackend):
         if self._endless and not self.checks:
             raise ConfigError(self._endless)
 
-    # As a replay
-
     def directory_of(self, tracker: Any) -> str:
         """A directory that is removed when the trace ends."""
-        return self._scratch.enter_context(
-            tempfile.TemporaryDirectory(prefix="hybridflow-trace-", ignore_cleanup_errors=True)
-        )
+        found = tempfile.TemporaryDirectory(prefix="hybridflow-trace-", ignore_cleanup_errors=True)
+        return self._scratch.enter_context(found)
 
-    def call(self, role: str, call: GroupCall, run: Callable[[], Any]) -> Any:
-        return run()
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """No process has anything to do, to end or to report."""
 
-    def ended(self, *step: int) -> None: ...
-
-    finished = ended
+    stop_hosts = build = drop = close = wait = listen = collect = finished = nothing
 
     # Groups
 
@@ -183,9 +172,7 @@ class TraceBackend(SessionBackend):
         nodes = [node for node, count in enumerate(per_node or (1,)) for _ in range(count)]
         return tuple(HostProcess(NoHost(), node=node) for node in nodes), None
 
-    def place(
-        self, worker_class: type, pool: ResourcePool, settings: Mapping[str, Any], name: str, grid: RankGrid | None
-    ) -> RankGroup:
+    def place(self, worker_class: type, pool: Any, settings: Mapping[str, Any], name: str, grid: Any) -> RankGroup:
         """A group of one rank, without a place; unless this `checks`, its `model` may be anything."""
         if self.checks:
             ranks = ranks_on(worker_class, pool, settings, name, grid)
@@ -211,9 +198,6 @@ class TraceBackend(SessionBackend):
 
     def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         return lambda: [getattr(host.handle, method) for host in ranks.hosts]
-
-    def close(self, key: str = "") -> None:
-        """Nothing is open."""
 
     def issue(
         self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
@@ -255,9 +239,8 @@ class TraceBackend(SessionBackend):
         reads: dict[str, dict[Source, None]] = {}
         for column, ref in itertools.chain.from_iterable(given.columns.items() for given in rows):
             written = (output.call for output in outputs_of([ref.node]) if output.call is not None)
-            reads.setdefault(column, {}).update(
-                dict.fromkeys(source for made in written for source in self._sources.get(made, ()))
-            )
+            sources = (source for made in written for source in self._sources.get(made, ()))
+            reads.setdefault(column, {}).update(dict.fromkeys(sources))
         if ranks.name == HELPER and not call.writes:
             return tuple(itertools.chain.from_iterable(reads.values()))
         if kind == "generation" and rows:
@@ -320,16 +303,8 @@ class TraceBackend(SessionBackend):
             self.begin_iteration()
         return {}
 
-    def wait(self, outputs: Sequence[RankOutput]) -> list[Any]:
-        return []
-
     def together(self, issued: Sequence[IssuedCall | None]) -> bool:
         return True
-
-    def listen(self) -> None:
-        """No process reports events."""
-
-    collect = listen
 
     def sequence(self) -> int:
         return next(self._sequence)
@@ -381,10 +356,9 @@ class TraceBackend(SessionBackend):
 
 def _undivided(operation: Operation) -> Operation:
     """The operation with a check that does not ask whether rows divide into mini-batches."""
-    check, chunks = operation.check, operation.chunks
-    if check is None or not chunks:
+    if (check := operation.check) is None or not (chunks := operation.chunks):
         return operation
-    return replace(operation, check=lambda own, call: check(own, {**call, chunks: 1} if chunks in call else call))
+    return replace(operation, check=lambda own, call: check(own, {**call, chunks: 1}))
 
 
 def _unchecked(operation: Operation, with_texts: bool) -> Operation:
