@@ -232,7 +232,7 @@ class ResponseStream:
 
     def __iter__(self) -> Iterator[BatchRef]:
         self._check_open()
-        return Session.current().backend.stream(self)
+        yield from Session.current().backend.stream(self)
 
     def batches(self) -> Iterator[BatchRef]:
         """The batches of one loop."""
