@@ -36,7 +36,8 @@ from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import Size, require, settings
 from hybridflow.topology import RankGrid
 from hybridflow.tracing.trace import configuration
-from hybridflow.workers.worker import Worker, place
+from hybridflow.workers.placing import place
+from hybridflow.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 _LEAST = 1e-7  # seconds: lower bound of a measurement, which noise may make zero or negative

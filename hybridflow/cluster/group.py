@@ -177,8 +177,8 @@ class WorkerGroup:
     @cached_property
     def token_cost(self) -> Cost | None:
         """The cost of a row as a function of its tokens; None: cost equals the token count."""
-        of_class = getattr(self.worker_class, "token_cost", None)
-        return of_class(self.settings) if of_class else None
+        spec = self.ranks.spec
+        return spec.model().cost if spec.token_cost is None and spec.model is not None else spec.token_cost
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -440,7 +440,7 @@ def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> La
 
     Errors: ConfigError when the class has none; WorkerError of a rank that is asked for its layout.
     """
-    worker_class: Any = ranks.worker_class
-    layout = worker_class.weights_layout(ranks.settings, ranks.grid)
-    found = built and worker_class.has_runtime_layout(ranks.settings)
-    return session.backend.ask(ranks, "runtime_layout")[0] if found else layout
+    if (layout_of := ranks.spec.layout) is None:
+        raise ConfigError(f"{ranks.name}: {ranks.worker_class.__name__} has no weights that could be moved.")
+    layout = layout_of(ranks.grid)
+    return session.backend.ask(ranks, "runtime_layout")[0] if built and not layout.complete else layout

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from hybridflow.algorithms.metrics import log_prob_mismatch
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.pinned import to_device
-from hybridflow.cluster.backend import RankGroup
+from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import VLLM, Megatron, Mismatch, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.agreement import agree, of_every_rank
@@ -27,18 +28,45 @@ from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.errors import ConfigError, MismatchError, PlacementError
-from hybridflow.protocols.operation import OperationKind, Settings, register
+from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.generation import Generation, RowSession, check_alone, generates
-from hybridflow.workers.lora_options import lora_of
-from hybridflow.workers.model_worker import ModelWorker
+from hybridflow.workers.generation import Generation, RowSession, generates
+from hybridflow.workers.model_worker import ModelWorker, lora_of
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.teacher import TeacherHead, check_teacher
 from hybridflow.workers.update_call import UpdateCall
 
 logger = logging.getLogger(__name__)
+
+
+def _with_generation(role: str, train: RankGrid, generate: Any) -> RankGrid:
+    if generate is None:
+        return train
+    if not isinstance(generate, VLLM):
+        raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
+    try:
+        return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
+    except PlacementError as error:
+        raise PlacementError(f"{role}: VLLM(tp={generate.tp}, pp={generate.pp}): {error}") from None
+
+
+def _check(name: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, device_type: str) -> None:
+    spec.check(grid, device_type)
+    _check_transition(name, settings)
+    assert spec.model is not None
+    check_teacher(model := spec.model(), settings)
+    good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
+    require(good, f"{name}(mismatch={given!r}): give hf.Mismatch(...).")
+    if (generate := settings["generate"]) is not None:
+        require(
+            generate.kv != "keep",
+            f'{name}: VLLM(kv="keep") keeps the KV cache of rollouts while they get new weights; on devices that also '
+            f"train its memory is given back for that. Leave it out, or give the option to a RolloutWorker.",
+        )
+        check_config(settings["model"])
+        check_vllm(model, generate, device_type)
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
@@ -81,6 +109,7 @@ def _check_reference(settings: Settings, call: Any) -> None:
         )
 
 
+_WITHOUT_GENERATION = {"generate": None, "bucket_mb": None, "offload": (), "overlap": False}
 _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response_mask?")
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 
@@ -102,56 +131,20 @@ class ActorWorker(RowSession, ModelWorker):
     hybrid: HybridEngine | None = None
 
     @classmethod
-    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
-        train, generate = super().grid(devices, settings), settings["generate"]
-        if generate is None:
-            return train
-        if not isinstance(generate, VLLM):
-            raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
-        try:
-            return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
-        except PlacementError as error:
-            raise PlacementError(f"{cls.role}: VLLM(tp={generate.tp}, pp={generate.pp}): {error}") from None
-
-    @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        super().check(grid, settings, device_type)
-        check_teacher(cls.model_spec(settings), settings)
-        good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
-        require(good, f"{cls.__name__}(mismatch={given!r}): give hf.Mismatch(...).")
-        if settings["generate"] is not None:
-            if settings["generate"].kv == "keep":
-                raise ConfigError(
-                    f'{cls.__name__}: VLLM(kv="keep") keeps the KV cache of rollouts while they get new weights; on '
-                    f"devices that also train its memory is given back for that. Leave it out, or give the option to a "
-                    f"RolloutWorker."
-                )
-            check_config(settings["model"])
-            check_vllm(cls.model_spec(settings), settings["generate"], device_type)
-
-    @classmethod
-    def check_offload(cls, settings: Mapping[str, Any]) -> None:
-        _check_transition(cls.__name__, settings)
-
-    @classmethod
-    def without_generation(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        unused = {"bucket_mb": None, "offload": (), "overlap": False}
-        return super().without_generation({**settings, **unused})
-
-    @classmethod
-    def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
-        """Generation replicas of an ActorWorker are rollouts; inference replicas are those of any model."""
-        if kind != "generation":
-            return super().replica(kind, cls.without_generation(settings))
-        own = cls.generate_sequences is not ActorWorker.generate_sequences
-        if own or settings["generate"] is None or lora_of(settings) is not None:
-            return None
-        return RolloutWorker, {"model": settings["model"], "generate": settings["generate"], "offload": True}
-
-    @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
-        if settings["generate"] is not None:
-            check_alone(cls.__name__, neighbours)
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        generate, rest = settings["generate"], {**settings, **_WITHOUT_GENERATION}
+        spec = super().worker_spec({**rest, "offload": False})
+        replicas = dict(spec.replicas)
+        if generate is not None and not spec.fixed and cls.generate_sequences is ActorWorker.generate_sequences:
+            own = {"model": settings["model"], "generate": generate, "offload": True}
+            replicas["generation"] = RolloutWorker, own
+        return replace(
+            spec,
+            grid=lambda devices: _with_generation(cls.role, spec.grid(devices), generate),
+            check=partial(_check, cls.__name__, settings, spec),
+            without_generation=_WITHOUT_GENERATION,
+            replicas=replicas,
+        )
 
     def __init__(
         self,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.backend import RankGroup
+from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
@@ -22,10 +23,10 @@ from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import ModelSpec
-from hybridflow.protocols.operation import register
+from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from hybridflow.topology import RankGrid
-from hybridflow.workers.generation import Generation, RowSession, check_alone, generates
+from hybridflow.topology import GenerationGrid, RankGrid
+from hybridflow.workers.generation import Generation, RowSession, generates
 from hybridflow.workers.model_worker import find_checkpoint, local_checkpoint
 from hybridflow.workers.worker import Worker
 
@@ -41,55 +42,22 @@ class RolloutWorker(RowSession, Worker):
     role = "rollout"
 
     @classmethod
-    def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        found = find_checkpoint(settings["model"])
-        if is_adapter_directory(found):
-            raise ConfigError(
-                f"{cls.__name__}(model={found}): these are LoRA adapters, which it does not generate with. Give it the "
-                f"model that they belong to and hf.sync_weights(actor, rollout), or what actor.save(path, merged=True) "
-                f"wrote."
-            )
-        return {**settings, "model": str(found)}
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        model = partial(_spec, settings["model"])
 
-    @classmethod
-    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
-        generate = settings["generate"]
-        if not isinstance(generate, VLLM):
-            raise ConfigError(f"{cls.__name__}(generate={generate!r}): give hf.VLLM(...).")
-        p, t = generate.pp, generate.tp
-        if devices % (p * t):
-            raise PlacementError(
-                f"{cls.role}: VLLM(tp={t}, pp={p}) makes engines of {p * t} devices, the pool has {devices}. "
-                f"Use a multiple of {p * t} devices or other sizes."
-            )
-        return RankGrid(p, t, devices // (p * t), p_g=p, t_g=t)
+        def check(grid: RankGrid, device_type: str) -> None:
+            check_reading(settings["model"], spec := model())
+            check_config(settings["model"])
+            Checkpoint(settings["model"]).check(spec)
+            check_vllm(spec, settings["generate"], device_type)
 
-    @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        spec = cls.model_spec(settings)
-        check_reading(settings["model"], spec)
-        check_config(settings["model"])
-        Checkpoint(settings["model"]).check(spec)
-        check_vllm(spec, settings["generate"], device_type)
-
-    @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
-        check_alone(cls.__name__, neighbours)
-
-    @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
-        return _spec(settings["model"])
-
-    @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
-        spec = cls.model_spec(settings)
-        if isinstance(spec, ModelSpec):
-            return vllm_layout(spec, grid.generation())
-        return unbuilt_layout(spec.tensors(), grid.generation())
-
-    @classmethod
-    def has_runtime_layout(cls, settings: Mapping[str, Any]) -> bool:
-        return not isinstance(cls.model_spec(settings), ModelSpec)
+        return WorkerSpec(
+            resolve=partial(_resolved, cls.__name__),
+            grid=partial(_grid, cls, settings["generate"]),
+            check=check,
+            model=model,
+            layout=lambda grid: _layout(model(), grid.generation()),
+        )
 
     def runtime_layout(self) -> Layout:
         return self.engine.layout()
@@ -190,6 +158,33 @@ class RolloutWorker(RowSession, Worker):
             generation.close()
         elif (engine := getattr(self, "engine", None)) is not None:
             engine.close()
+
+
+def _resolved(name: str, settings: Settings) -> dict[str, Any]:
+    found = find_checkpoint(settings["model"])
+    if is_adapter_directory(found):
+        raise ConfigError(
+            f"{name}(model={found}): these are LoRA adapters, which it does not generate with. Give it the "
+            f"model that they belong to and hf.sync_weights(actor, rollout), or what actor.save(path, merged=True) "
+            f"wrote."
+        )
+    return {**settings, "model": str(found)}
+
+
+def _grid(worker: type[RolloutWorker], generate: Any, devices: int) -> RankGrid:
+    if not isinstance(generate, VLLM):
+        raise ConfigError(f"{worker.__name__}(generate={generate!r}): give hf.VLLM(...).")
+    p, t = generate.pp, generate.tp
+    if devices % (p * t):
+        raise PlacementError(
+            f"{worker.role}: VLLM(tp={t}, pp={p}) makes engines of {p * t} devices, the pool has {devices}. "
+            f"Use a multiple of {p * t} devices or other sizes."
+        )
+    return RankGrid(p, t, devices // (p * t), p_g=p, t_g=t)
+
+
+def _layout(spec: Decoder, grid: GenerationGrid) -> Layout:
+    return vllm_layout(spec, grid) if isinstance(spec, ModelSpec) else unbuilt_layout(spec.tensors(), grid)
 
 
 def _spec(checkpoint: str | os.PathLike[str]) -> Decoder:
