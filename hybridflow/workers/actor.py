@@ -32,7 +32,7 @@ from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.generation import Generation, RowSession, generates
+from hybridflow.workers.generation import Generation, RowSession
 from hybridflow.workers.model_worker import ModelWorker, lora_of
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.teacher import TeacherHead, check_teacher
@@ -127,7 +127,6 @@ class ActorWorker(RowSession, ModelWorker):
     """
 
     role = "actor"
-    generation: Generation | None = None
     hybrid: HybridEngine | None = None
 
     @classmethod
@@ -226,35 +225,6 @@ class ActorWorker(RowSession, ModelWorker):
         if self.hybrid is not None:
             self.hybrid.trained()
 
-    @generates
-    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
-        """`n` responses per prompt; input columns are returned too, each row n times.
-
-        Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
-        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `policy_version`
-        ragged [B, R] int32 of the weights that sampled each token, `response_mask` ragged [B, R] bool, `num_tokens` [B]
-        int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B] float32 (training divides its
-        logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the `Sampling` of the `VLLM`
-        strategy for this call, e.g. `greedy=True`; `n` may also be a list with a number for each prompt, or the name of
-        a column that has them. A response ends, unfinished, when prompt and response fill the
-        context (or `max_length`), even before `max_tokens`.
-
-        With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for
-        at most `max_turns` turns (docs/environments.md has the further settings). Each trajectory is a row, or several
-        where its prefix changes; further columns are `trajectory_id`, `group_id`,
-        `turns`, `tool_calls`, `tool_errors`, `prefill_tokens` [B] int64, `turn_ids` ragged [B, R] int64 (-1: not the
-        model's), `stop` and `environment_failure` (text or None) and, of environments, `rewards` and
-        `rewards/environment` [B] float32. The driver then waits for the call.
-
-        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError; RewardError for
-        environments that fail, with on_failure="raise".
-        """
-        return self.acting(batch, **sampling)
-
-    def rollout(self) -> Generation:
-        assert self.generation is not None  # checked on the driver
-        return self.generation
-
     @contextmanager
     def generating(self, alone: bool = False) -> Iterator[Generation]:
         assert self.hybrid is not None  # checked on the driver
@@ -268,7 +238,7 @@ class ActorWorker(RowSession, ModelWorker):
                 self._merge()
             self.hybrid.to_generation()
         with self.context.stage("generation"):
-            yield self.rollout()
+            yield self.rollout
 
     @register(
         THREE_D_PROTO,

@@ -19,7 +19,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import FSDP, VLLM, Sampling, Until
-from hybridflow.data.tokenizer import Tokenizer, end_token_ids, has_tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
 from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.environments.acting_session import ActingSession, RecentSessions
@@ -253,7 +253,35 @@ class Generation:
         return self.tokenizer.encode(batch["prompt"])
 
     def _columns(self, rows: Sequence[Row]) -> Batch:
-        return row_columns(rows, self.tokenizer)
+        """WRITTEN, and `response` with a tokenizer. `response_mask` leaves out tokens whose log-probability is not
+        finite. Errors: DivergenceError when that of no token is.
+        """
+        response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
+        log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32)
+        temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
+        finite = log_probs.values.isfinite()
+        # 0: not the model's, of an agent
+        if not (bool(finite.all()) or bool((finite & (log_probs.values != 0)).any())):
+            raise DivergenceError(
+                f"generation has sampled {int((~finite).sum())} tokens, and the log-probability of each is not finite: "
+                f"weights that it was given are nan or infinite, or the model overflows in its dtype "
+                f"(hf.VLLM(dtype=...)). Load weights from before that, see hf.Checkpoints."
+            )
+        columns: dict[str, Any] = {
+            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
+            "response_ids": response_ids,
+            "log_probs": log_probs,
+            "policy_version": Ragged.from_rows([row.policy_version for row in rows], torch.int32),
+            "response_mask": log_probs.map(torch.isfinite),
+            "num_tokens": torch.tensor([len(row.prompt_ids) + len(row.token_ids) for row in rows], dtype=torch.int64),
+            "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
+            "temperature": torch.tensor(temperatures, dtype=torch.float32),
+        }
+        if (tokenizer := self.tokenizer) is not None:
+            skips = [row.sampling.skip_special_tokens for row in rows]
+            texts = {skip: tokenizer.decode([row.token_ids for row in rows], not skip) for skip in {*skips}}
+            columns["response"] = [texts[skip][at] for at, skip in enumerate(skips)]
+        return Batch(columns)
 
 
 def _row_ids(batch: Batch) -> list[int] | None:
@@ -265,38 +293,6 @@ def _seeds(sampling: Sampling, row_ids: Sequence[int] | None) -> list[int] | Non
     if sampling.seed is None or row_ids is None:
         return None
     return [sampling.seed * 1_000_003 + row_id for row_id in row_ids]
-
-
-def row_columns(rows: Sequence[Row], tokenizer: Tokenizer | None) -> Batch:
-    """WRITTEN, and `response` with a tokenizer. `response_mask` leaves out tokens whose log-probability is not finite.
-
-    Errors: DivergenceError when that of no token is.
-    """
-    response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
-    log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32)
-    temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
-    finite = log_probs.values.isfinite()
-    if not bool(finite.all()) and not bool((finite & (log_probs.values != 0)).any()):  # 0: not the model's, of an agent
-        raise DivergenceError(
-            f"generation has sampled {int((~finite).sum())} tokens, and the log-probability of each is not finite: "
-            f"weights that it was given are nan or infinite, or the model overflows in its dtype (hf.VLLM(dtype=...)). "
-            f"Load weights from before that, see hf.Checkpoints."
-        )
-    columns: dict[str, Any] = {
-        "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
-        "response_ids": response_ids,
-        "log_probs": log_probs,
-        "policy_version": Ragged.from_rows([row.policy_version for row in rows], torch.int32),
-        "response_mask": log_probs.map(torch.isfinite),
-        "num_tokens": torch.tensor([len(row.prompt_ids) + len(row.token_ids) for row in rows], dtype=torch.int64),
-        "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
-        "temperature": torch.tensor(temperatures, dtype=torch.float32),
-    }
-    if tokenizer is not None:
-        skips = [row.sampling.skip_special_tokens for row in rows]
-        texts = {skip: tokenizer.decode([row.token_ids for row in rows], not skip) for skip in {*skips}}
-        columns["response"] = [texts[skip][at] for at, skip in enumerate(skips)]
-    return Batch(columns)
 
 
 def with_session(columns: Batch, rows: Iterable[tuple[Row, Sequence[int], int]]) -> Batch:
@@ -354,13 +350,42 @@ class RowSession:
     The calls of one replica run in the order of all calls of its hosts, so weights may arrive between two of them.
     """
 
+    generation: Generation | None = None
+
     @abstractmethod
     def generating(self, alone: bool = False) -> AbstractContextManager[Generation]:
         """Weights and KV cache are in memory inside the block. `alone`: only the ranks of one replica are called."""
 
-    @abstractmethod
+    @property
     def rollout(self) -> Generation:
         """The generation engine, as it is."""
+        assert self.generation is not None  # checked on the driver
+        return self.generation
+
+    @generates
+    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
+        """`n` responses per prompt; input columns are returned too, each row n times.
+
+        Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
+        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `policy_version`
+        ragged [B, R] int32 of the weights that sampled each token, `response_mask` ragged [B, R] bool, `num_tokens` [B]
+        int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B] float32 (training divides its
+        logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the `Sampling` of the `VLLM`
+        strategy for this call, e.g. `greedy=True`; `n` may also be a list with a number for each prompt, or the name of
+        a column that has them. A response ends, unfinished, when prompt and response fill the
+        context (or `max_length`), even before `max_tokens`.
+
+        With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for
+        at most `max_turns` turns (docs/environments.md has the further settings). Each trajectory is a row, or several
+        where its prefix changes; further columns are `trajectory_id`, `group_id`,
+        `turns`, `tool_calls`, `tool_errors`, `prefill_tokens` [B] int64, `turn_ids` ragged [B, R] int64 (-1: not the
+        model's), `stop` and `environment_failure` (text or None) and, of environments, `rewards` and
+        `rewards/environment` [B] float32. The driver then waits for the call.
+
+        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError; RewardError for
+        environments that fail, with on_failure="raise".
+        """
+        return self.acting(batch, **sampling)
 
     @register(
         THREE_D_ALL_MICRO_DP,
@@ -432,7 +457,7 @@ class RowSession:
     def row_tokens(self, replica: int | None = None) -> list[tuple[int, int, int]]:
         """Row id, tokens of the prompt and of the response so far, for each unfinished row of a generation replica."""
         del replica  # used by the driver only
-        return [(row.row_id, len(row.prompt_ids), len(row.token_ids)) for row in self.rollout().session_rows]
+        return [(row.row_id, len(row.prompt_ids), len(row.token_ids)) for row in self.rollout.session_rows]
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
     def withdraw_rows(
@@ -446,7 +471,7 @@ class RowSession:
         returned are forgotten, too.
         """
         del replica  # used by the driver only
-        found = self.rollout().withdraw(row_ids, keep)
+        found = self.rollout.withdraw(row_ids, keep)
         self.rows_withdrawn()
         return found
 

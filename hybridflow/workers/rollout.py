@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.batch.batch import Batch
 from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
@@ -26,7 +25,7 @@ from hybridflow.models.spec import ModelSpec
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from hybridflow.topology import GenerationGrid, RankGrid
-from hybridflow.workers.generation import Generation, RowSession, generates
+from hybridflow.workers.generation import Generation, RowSession
 from hybridflow.workers.model_worker import find_checkpoint, local_checkpoint
 from hybridflow.workers.worker import Worker
 
@@ -94,21 +93,10 @@ class RolloutWorker(RowSession, Worker):
         self._rest()
 
     def _rest(self) -> None:
-        if self._rests or not self.generation.unfinished:  # a session continues from its KV cache
+        if self._rests or not self.rollout.unfinished:  # a session continues from its KV cache
             self.engine.sleep()  # frees the cache's memory for other groups
         if self._rests:
             self.engine.memory().offload()
-
-    @generates
-    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
-        """`n` responses per prompt; columns and settings are those of `ActorWorker.generate_sequences`.
-
-        Errors: as there.
-        """
-        return self.acting(batch, **sampling)
-
-    def rollout(self) -> Generation:
-        return self.generation
 
     @contextmanager
     def generating(self, alone: bool = False) -> Iterator[Generation]:
@@ -117,7 +105,7 @@ class RolloutWorker(RowSession, Worker):
             if not self.engine.cache_bytes:
                 self.engine.together(self.engine.wake)
             with self.context.stage("generation"):
-                yield self.generation
+                yield self.rollout
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
@@ -144,18 +132,18 @@ class RolloutWorker(RowSession, Worker):
 
     def while_waiting(self, waits: Callable[[], bool]) -> bool:
         """Decode unfinished rows, if the version of the present weights is known."""
-        if not self.generation.unfinished or self.generation.outdated:
+        if not self.rollout.unfinished or self.rollout.outdated:
             return False
         with self.generating() as generation:
             generation.advance_while(waits)
         return True
 
     def on_weights_loaded(self) -> None:
-        self.generation.weights_changed()
+        self.rollout.weights_changed()
 
     def close(self) -> None:
-        if (generation := getattr(self, "generation", None)) is not None:
-            generation.close()
+        if self.generation is not None:
+            self.generation.close()
         elif (engine := getattr(self, "engine", None)) is not None:
             engine.close()
 

@@ -73,7 +73,6 @@ class Worker:
     @classmethod
     def worker_spec(cls, settings: Settings) -> WorkerSpec:
         """What the class says on the driver about a group with these settings: its grid, checks and weights."""
-        del settings
         return WorkerSpec()
 
     @contextmanager
