@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from hybridflow.cluster.future import Failure
@@ -57,7 +58,7 @@ class RankGroup:
     key: str
     own_grid: bool = False
 
-    @property
+    @cached_property
     def spec(self) -> WorkerSpec:
         """What the worker class says about a group with these settings."""
         return spec_of(self.worker_class, self.settings)
