@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hybridflow.cluster.batch_ref import BatchRef as BatchRef
     from hybridflow.cluster.group import WorkerGroup as WorkerGroup
     from hybridflow.cluster.pool import ResourcePool as ResourcePool
-    from hybridflow.cluster.worker_spec import WorkerSpec as WorkerSpec
     from hybridflow.config import FSDP as FSDP
     from hybridflow.config import SGD as SGD
     from hybridflow.config import VLLM as VLLM
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import sync_weights as sync_weights
     from hybridflow.driver import together as together
     from hybridflow.engines.checkpoint.export import export as export
+    from hybridflow.engines.worker_spec import WorkerSpec as WorkerSpec
     from hybridflow.held_out import HeldOut as HeldOut
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
@@ -87,7 +87,7 @@ _WHERE = {
     "cluster.batch_ref": ("BatchRef",),
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
-    "cluster.worker_spec": ("WorkerSpec",),
+    "engines.worker_spec": ("WorkerSpec",),
     "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Mismatch", "Sampling", "Until", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
     "streams.elastic": ("Elastic",),

@@ -19,9 +19,9 @@ from hybridflow.cluster.interactive import current_cell, replaced
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
-from hybridflow.cluster.worker_spec import spec_of
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError, add_outcome
 from hybridflow.models.hf_spec import use_of
 from hybridflow.protocols.operation import kind_of

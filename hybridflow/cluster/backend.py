@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hybridflow.cluster.future import Failure
 from hybridflow.cluster.row_refs import RankOutput
-from hybridflow.cluster.worker_spec import WorkerSpec, spec_of
+from hybridflow.engines.worker_spec import WorkerSpec, spec_of
 from hybridflow.protocols.operation import Operation
 from hybridflow.topology import RankGrid
 

@@ -20,13 +20,13 @@ from hybridflow.algorithms.metrics import log_prob_mismatch
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.pinned import to_device
-from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import VLLM, Megatron, Mismatch, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.agreement import agree, of_every_rank
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, MismatchError, PlacementError
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO

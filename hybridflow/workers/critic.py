@@ -12,8 +12,8 @@ from typing import Any, Literal
 from hybridflow.algorithms.losses.loss import Loss, Outputs, Share, Totals
 from hybridflow.algorithms.registry import value_loss
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO

@@ -19,7 +19,6 @@ from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import FSDP, DType, LoRA, Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import REDUCTIONS, agree
@@ -32,6 +31,7 @@ from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import Head

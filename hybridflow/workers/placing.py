@@ -12,8 +12,8 @@ from hybridflow.cluster.constructor_settings import constructor_settings
 from hybridflow.cluster.group import CallSchedule, WorkerGroup
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.cluster.worker_spec import spec_of
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
+from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import CallPlacement, GroupPlacement, ranges
 from hybridflow.planner.cost.backends import Backend

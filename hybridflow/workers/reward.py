@@ -16,10 +16,10 @@ import torch
 from hybridflow.algorithms.masked import response_mask, row_column, token_column
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import RewardError, rows_named
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.cluster.worker_spec import WorkerSpec
 from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
@@ -19,6 +18,7 @@ from hybridflow.engines.lora.adapters import is_adapter_directory
 from hybridflow.engines.vllm.layout import unbuilt_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import ModelSpec

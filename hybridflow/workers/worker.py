@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.cluster.worker_spec import WorkerSpec, spec_of
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, beside_name, check_content
@@ -23,6 +22,7 @@ from hybridflow.engines.checkpoint.rank_state import Kinds, RankFile, SavedTenso
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_engine import TrainEngine
+from hybridflow.engines.worker_spec import WorkerSpec, spec_of
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.placement import GroupPlacement
 from hybridflow.protocols.operation import Settings

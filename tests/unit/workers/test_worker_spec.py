@@ -11,7 +11,7 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.worker_spec import spec_of
+from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.topology import RankGrid
 

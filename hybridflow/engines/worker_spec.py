@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hybridflow.engine3d.layout import Layout
@@ -11,14 +12,6 @@ from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import Cost
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
-
-
-def _data_parallel(devices: int) -> RankGrid:
-    return RankGrid(d=devices)
-
-
-def _unchecked(grid: RankGrid, device_type: str) -> None:
-    """Any settings will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +23,9 @@ class WorkerSpec:
 
     resolve: Callable[[Settings], Mapping[str, Any]] = dict
     """The settings as ranks get them: relative paths become absolute."""
-    grid: Callable[[int], RankGrid] = _data_parallel
+    grid: Callable[[int], RankGrid] = lambda devices: RankGrid(d=devices)
     """The rank grid on a number of devices. Errors: PlacementError."""
-    check: Callable[[RankGrid, str], None] = _unchecked
+    check: Callable[[RankGrid, str], None] = lambda grid, device_type: None
     """Checks resolved settings for a grid and a device type ("cuda" or "cpu"), before any rank is built."""
     model: Callable[[], Decoder] | None = None
     """Reads the sizes and tensors of its model."""
@@ -51,6 +44,11 @@ class WorkerSpec:
     replicas: Mapping[str, tuple[type, Settings]] = field(default_factory=dict)
     """By kind of operation, class and settings of replicas that run its calls in another layout, with the group's
     weights; other calls run on the group's own ranks only."""
+
+    @cached_property
+    def row_cost(self) -> Cost | None:
+        """`token_cost`, or that of its model."""
+        return self.model().cost if self.token_cost is None and self.model is not None else self.token_cost
 
 
 def spec_of(worker_class: Any, settings: Settings) -> WorkerSpec:
