@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import sync_weights as sync_weights
     from hybridflow.driver import together as together
     from hybridflow.engines.checkpoint.export import export as export
+    from hybridflow.engines.worker_spec import WorkerSpec as WorkerSpec
     from hybridflow.held_out import HeldOut as HeldOut
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
@@ -70,12 +71,12 @@ if TYPE_CHECKING:
     from hybridflow.tracking.tracker import Tracker as Tracker
     from hybridflow.workers.actor import ActorWorker as ActorWorker
     from hybridflow.workers.critic import CriticWorker as CriticWorker
+    from hybridflow.workers.placing import place as place
     from hybridflow.workers.reference import ReferenceWorker as ReferenceWorker
     from hybridflow.workers.reward import CostWorker as CostWorker
     from hybridflow.workers.reward import RewardWorker as RewardWorker
     from hybridflow.workers.rollout import RolloutWorker as RolloutWorker
     from hybridflow.workers.worker import Worker as Worker
-    from hybridflow.workers.worker import place as place
 
 _NAMESPACES = ("algorithms", "environments", "errors", "planner", "protocols", "rewards")
 _WHERE = {
@@ -86,6 +87,7 @@ _WHERE = {
     "cluster.batch_ref": ("BatchRef",),
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
+    "engines.worker_spec": ("WorkerSpec",),
     "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Mismatch", "Sampling", "Until", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
     "streams.elastic": ("Elastic",),
@@ -106,10 +108,11 @@ _WHERE = {
     "tracking.tracker": ("Tracker",),
     "workers.actor": ("ActorWorker",),
     "workers.critic": ("CriticWorker",),
+    "workers.placing": ("place",),
     "workers.reference": ("ReferenceWorker",),
     "workers.reward": ("CostWorker", "RewardWorker"),
     "workers.rollout": ("RolloutWorker",),
-    "workers.worker": ("Worker", "place"),
+    "workers.worker": ("Worker",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [*_NAMESPACES, *_MODULE_OF]

@@ -21,12 +21,14 @@ from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError, add_outcome
 from hybridflow.models.hf_spec import use_of
 from hybridflow.protocols.operation import kind_of
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.worker import Worker, check_memory, ranks_on
+from hybridflow.workers.placing import check_memory, ranks_on
+from hybridflow.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 _GONE_SECONDS = 60.0
@@ -123,7 +125,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         raise ConfigError(f"sync_weights({source.name}, {source.name}): a group has its own weights already.")
     if source.session is not destination.session:
         raise PlacementError(f"{source.name} and {destination.name} belong to different sessions.")
-    destination.worker_class.check_written(destination.settings)
+    require(not (why := destination.ranks.spec.fixed), why)
 
     def layouts() -> tuple[Layout, Layout]:
         here, there = (weights_layout(group.session, group.ranks) for group in (source, destination))
@@ -224,7 +226,7 @@ def reallocate(
     leaves = group if "train" in settings else None
     grid = _own_grid(group, where, generate) if strategy is None else None
     for now_or_then in (group.settings, settings):
-        group.worker_class.check_written(now_or_then)
+        require(not (why := spec_of(group.worker_class, now_or_then).fixed), why)
     new = ranks_on(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
     here, there = (weights_layout(session, ranks, built=False) for ranks in (group.ranks, new))
     _check_same_model(here, there, group.name, f"{group.name} as it would be")
@@ -240,7 +242,7 @@ def _generating(group: WorkerGroup, settings: dict[str, Any], generate: Any) -> 
     if "generate" not in settings:
         raise ConfigError(f"reallocate({group.name}, generate=...): {group.worker_class.__name__} cannot generate.")
     if generate is None:
-        return group.worker_class.without_generation(settings)
+        return {**settings, **group.ranks.spec.without_generation}
     return {**settings, "generate": generate}
 
 
@@ -270,14 +272,9 @@ def _own_grid(group: WorkerGroup, where: ResourcePool, generate: Any) -> RankGri
 
 def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
     """Errors: LayoutError for models with equal tensors but different computation, such as rotary embeddings."""
-    specs = [
-        group.worker_class.model_spec(group.settings)  # type: ignore[attr-defined]
-        for group in (source, destination)
-        if hasattr(group.worker_class, "model_spec")
-    ]
-    if len(specs) < 2:
+    uses = [use_of(model()) for group in (source, destination) if (model := group.ranks.spec.model) is not None]
+    if len(uses) < 2:
         return
-    uses = [use_of(spec) for spec in specs]
     for name in {**uses[0], **uses[1]}:
         here, there = (use.get(name) for use in uses)
         if here != there:

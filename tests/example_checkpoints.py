@@ -32,7 +32,7 @@ from hybridflow.engines.checkpoint.rank_state import (
     random_state,
     report_file,
 )
-from hybridflow.workers.saved_state import rank_file
+from hybridflow.workers.worker import rank_file
 
 CPU = torch.device("cpu")
 SHAPES: Mapping[str, tuple[int, ...]] = {"scalar": (), "vector": (9,), "a.weight": (6, 5), "cube:x": (4, 3, 2)}

@@ -36,7 +36,7 @@ from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import Size, require, settings
 from hybridflow.topology import RankGrid
 from hybridflow.tracing.trace import configuration
-from hybridflow.workers.worker import Worker, place
+from hybridflow.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 _LEAST = 1e-7  # seconds: lower bound of a measurement, which noise may make zero or negative
@@ -142,7 +142,7 @@ class _Profiling:
     def _group(self, t: int, d: int) -> Iterator[WorkerGroup]:
         own = {"config": self.config, "length": self.amounts.length, "repeats": self.amounts.repeats}
         start = time.perf_counter()
-        group = place(ProfileWorker, self.pool.part(range(t * d)), grid=RankGrid(t=t, d=d), **own)
+        group = ProfileWorker.on(self.pool.part(range(t * d)), grid=RankGrid(t=t, d=d), **own)
         try:
             yield group
         finally:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from hybridflow.cluster.future import Failure
 from hybridflow.cluster.row_refs import RankOutput
+from hybridflow.engines.worker_spec import WorkerSpec, spec_of
 from hybridflow.protocols.operation import Operation
 from hybridflow.topology import RankGrid
 
@@ -55,6 +57,11 @@ class RankGroup:
     hosts: tuple[HostProcess, ...]
     key: str
     own_grid: bool = False
+
+    @cached_property
+    def spec(self) -> WorkerSpec:
+        """What the worker class says about a group with these settings."""
+        return spec_of(self.worker_class, self.settings)
 
     def __str__(self) -> str:
         return f"(p,t,d)=({self.grid.p},{self.grid.t},{self.grid.d})"

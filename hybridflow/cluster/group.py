@@ -17,7 +17,7 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -33,10 +33,9 @@ from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, EmptyBatchError, HybridFlowError, MissingColumnError, PlacementError, nearest
-from hybridflow.models.spec import Cost
 from hybridflow.protocols.operation import Operation, kind_of
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from hybridflow.settings import bound_settings
+from hybridflow.settings import bound_settings, require
 from hybridflow.topology import RankGrid
 
 _CLOSE_SECONDS = 60.0
@@ -173,12 +172,6 @@ class WorkerGroup:
     @property
     def grid(self) -> RankGrid:
         return self.ranks.grid
-
-    @cached_property
-    def token_cost(self) -> Cost | None:
-        """The cost of a row as a function of its tokens; None: cost equals the token count."""
-        of_class = getattr(self.worker_class, "token_cost", None)
-        return of_class(self.settings) if of_class else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -344,7 +337,7 @@ class WorkerGroup:
             )
         together = "group_id" if operation.groups else "trajectory_id" if operation.trajectories else None
         weights, groups = column(operation.balance), column(together)
-        cost = self.token_cost if weights is not None and self.grid.size > 1 else None
+        cost = self.ranks.spec.row_cost if weights is not None and self.grid.size > 1 else None
         return SplitSpec(weights, groups, chunks, cost)
 
     def _who_writes(self, column: str, ref: BatchRef) -> str:
@@ -440,7 +433,6 @@ def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> La
 
     Errors: ConfigError when the class has none; WorkerError of a rank that is asked for its layout.
     """
-    worker_class: Any = ranks.worker_class
-    layout = worker_class.weights_layout(ranks.settings, ranks.grid)
-    found = built and worker_class.has_runtime_layout(ranks.settings)
-    return session.backend.ask(ranks, "runtime_layout")[0] if found else layout
+    require(ranks.spec.layout is not None, f"{ranks.worker_class.__name__} has no weights that could be moved.")
+    layout = ranks.spec.layout(ranks.grid)  # type: ignore[misc]
+    return session.backend.ask(ranks, "runtime_layout")[0] if built and not layout.complete else layout

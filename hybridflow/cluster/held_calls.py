@@ -48,8 +48,7 @@ def alike(one: RankGroup, other: RankGroup) -> bool:
 
 
 def _pipelined(ranks: RankGroup) -> bool:
-    shares = getattr(ranks.worker_class, "shares_stages", None)
-    return shares is not None and shares(ranks.settings, ranks.grid)
+    return ranks.grid.p > 1 and ranks.spec.shares_stages
 
 
 def why_apart(one: RankGroup, other: RankGroup, cuda: bool) -> str:

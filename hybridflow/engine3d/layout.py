@@ -176,12 +176,13 @@ class Layout:
     """The boxes of each rank.
 
     `regions(rank)` is computed on demand, so thousands of ranks cost nothing. Ranks with equal `part(rank)` hold equal
-    regions, so planners query one of them (None: every rank differs)."""
+    regions, so planners query one of them (None: every rank differs). Not `complete`: only `tensors` are known."""
 
     tensors: Mapping[str, tuple[int, ...]]
     ranks: int
     regions: Callable[[int], Sequence[Region]]
     part: Callable[[int], Hashable] | None = None
+    complete: bool = True
 
     def storages(self, rank: int) -> dict[str, list[Region]]:
         """The regions of each storage of `rank`, in the layout's order."""

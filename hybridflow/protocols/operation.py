@@ -32,7 +32,7 @@ class Operation:
     `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` calls
     wait for their result. `groups` keeps the rows of one `group_id` on one rank,
     `trajectories` those of one `trajectory_id` (where the batch has it) on one rank and in one mini-batch. `balance`
-    names a column of tokens per row, whose cost (the worker's `token_cost`) is spread evenly over ranks. `chunks` names
+    names a column of tokens per row, whose cost (`WorkerSpec.token_cost`) is spread evenly over ranks. `chunks` names
     the setting that counts mini-batches; each is split over all ranks, so it holds the same rows for every data
     parallel size. `repeat(worker
     settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the

@@ -1,6 +1,6 @@
 """The state of a run as a directory: `save` and `load`.
 
-groups: boxes of canonical tensors, written by their ranks in the background (`workers/saved_state.py`)
+groups: boxes of canonical tensors, written by their ranks in the background (`workers/worker.py`)
 loaders, trackers, random number generators and other objects of the driver: JSON, in the manifest
 """
 
@@ -40,8 +40,7 @@ from hybridflow.engines.checkpoint.rank_state import random_state, report_file, 
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
 from hybridflow.settings import local_path
 from hybridflow.tracking.tracker import Tracker
-from hybridflow.workers.saved_state import has_state, rank_file
-from hybridflow.workers.worker import Worker
+from hybridflow.workers.worker import Worker, has_state, rank_file
 
 _LOOK_SECONDS, _CANCEL_SECONDS = 0.05, 10.0
 

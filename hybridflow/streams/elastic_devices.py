@@ -28,7 +28,7 @@ from hybridflow.planner.elastic.state import Component, Policy, State
 from hybridflow.planner.elastic.transitions import Switch
 from hybridflow.settings import require
 from hybridflow.workers.model_worker import ModelWorker
-from hybridflow.workers.worker import check_memory, ranks_on
+from hybridflow.workers.placing import check_memory, ranks_on
 
 logger = logging.getLogger(__name__)
 _DROP_SECONDS = 1.0  # peers of a lost rank may still wait for it
@@ -197,7 +197,7 @@ def _checked(group: WorkerGroup, pool: ResourcePool, sizes: Any) -> tuple[int, .
     name, worker, settings = group.name, group.worker_class, group.settings
     if not issubclass(worker, ModelWorker) or settings.get("model") is None:
         raise ConfigError(f"GroupSizes({name}): {worker.__name__} has no model whose data parallel size could change.")
-    worker.check_written(settings)
+    require(not (why := group.ranks.spec.fixed), why)
     if settings.get("generate") is not None:
         raise ConfigError(
             f"GroupSizes({name}): it generates, and its vLLM engine would be built anew at every switch. Give "

@@ -25,7 +25,7 @@ from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
 from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.planning import LEAST, Search, plan
 from hybridflow.tracing.trace import ModelSource, Trace, trace_driver
-from hybridflow.workers.worker import PRICED, can_replicate, chosen
+from hybridflow.workers.placing import PRICED, can_replicate, chosen
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from hybridflow.planner.describe.graph import Graph
 from hybridflow.settings import require
 from hybridflow.tracing.trace_backend import NoProcessError, SampledRows, TraceBackend, placeholder_columns
 from hybridflow.workers.model_worker import find_checkpoint
-from hybridflow.workers.worker import place
+from hybridflow.workers.placing import place
 
 logger = logging.getLogger(__name__)
 

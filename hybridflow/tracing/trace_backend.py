@@ -43,7 +43,7 @@ from hybridflow.protocols.operation import Operation, kind_of, operations
 from hybridflow.streams.elastic import ElasticStream
 from hybridflow.streams.stream import ResponseStream
 from hybridflow.topology import RankGrid
-from hybridflow.workers.worker import check_memory, ranks_on
+from hybridflow.workers.placing import check_memory, ranks_on
 
 ITERATIONS = 3  # the third is typical, even if the first has no data yet
 _MOST = 64  # limit for a loop in which a group with an optimizer never trains

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,26 +20,53 @@ from hybridflow.algorithms.metrics import log_prob_mismatch
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.pinned import to_device
-from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Mismatch, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.agreement import agree, of_every_rank
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, MismatchError, PlacementError
-from hybridflow.protocols.operation import OperationKind, Settings, register
+from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.generation import Generation, RowSession, check_alone, generates
-from hybridflow.workers.lora_options import lora_of
-from hybridflow.workers.model_worker import ModelWorker
+from hybridflow.workers.generation import Generation, RowSession
+from hybridflow.workers.model_worker import ModelWorker, lora_of
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.teacher import TeacherHead, check_teacher
 from hybridflow.workers.update_call import UpdateCall
 
 logger = logging.getLogger(__name__)
+
+
+def _with_generation(role: str, train: RankGrid, generate: Any) -> RankGrid:
+    if generate is None:
+        return train
+    if not isinstance(generate, VLLM):
+        raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
+    try:
+        return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
+    except PlacementError as error:
+        raise PlacementError(f"{role}: VLLM(tp={generate.tp}, pp={generate.pp}): {error}") from None
+
+
+def _check(name: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, device_type: str) -> None:
+    spec.check(grid, device_type)
+    _check_transition(name, settings)
+    assert spec.model is not None
+    check_teacher(model := spec.model(), settings)
+    good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
+    require(good, f"{name}(mismatch={given!r}): give hf.Mismatch(...).")
+    if (generate := settings["generate"]) is not None:
+        require(
+            generate.kv != "keep",
+            f'{name}: VLLM(kv="keep") keeps the KV cache of rollouts while they get new weights; on devices that also '
+            f"train its memory is given back for that. Leave it out, or give the option to a RolloutWorker.",
+        )
+        check_config(settings["model"])
+        check_vllm(model, generate, device_type)
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
@@ -81,6 +109,7 @@ def _check_reference(settings: Settings, call: Any) -> None:
         )
 
 
+_WITHOUT_GENERATION = {"generate": None, "bucket_mb": None, "offload": (), "overlap": False}
 _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response_mask?")
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 
@@ -98,60 +127,23 @@ class ActorWorker(RowSession, ModelWorker):
     """
 
     role = "actor"
-    generation: Generation | None = None
     hybrid: HybridEngine | None = None
 
     @classmethod
-    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
-        train, generate = super().grid(devices, settings), settings["generate"]
-        if generate is None:
-            return train
-        if not isinstance(generate, VLLM):
-            raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
-        try:
-            return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
-        except PlacementError as error:
-            raise PlacementError(f"{cls.role}: VLLM(tp={generate.tp}, pp={generate.pp}): {error}") from None
-
-    @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        super().check(grid, settings, device_type)
-        check_teacher(cls.model_spec(settings), settings)
-        good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
-        require(good, f"{cls.__name__}(mismatch={given!r}): give hf.Mismatch(...).")
-        if settings["generate"] is not None:
-            if settings["generate"].kv == "keep":
-                raise ConfigError(
-                    f'{cls.__name__}: VLLM(kv="keep") keeps the KV cache of rollouts while they get new weights; on '
-                    f"devices that also train its memory is given back for that. Leave it out, or give the option to a "
-                    f"RolloutWorker."
-                )
-            check_config(settings["model"])
-            check_vllm(cls.model_spec(settings), settings["generate"], device_type)
-
-    @classmethod
-    def check_offload(cls, settings: Mapping[str, Any]) -> None:
-        _check_transition(cls.__name__, settings)
-
-    @classmethod
-    def without_generation(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        unused = {"bucket_mb": None, "offload": (), "overlap": False}
-        return super().without_generation({**settings, **unused})
-
-    @classmethod
-    def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
-        """Generation replicas of an ActorWorker are rollouts; inference replicas are those of any model."""
-        if kind != "generation":
-            return super().replica(kind, cls.without_generation(settings))
-        own = cls.generate_sequences is not ActorWorker.generate_sequences
-        if own or settings["generate"] is None or lora_of(settings) is not None:
-            return None
-        return RolloutWorker, {"model": settings["model"], "generate": settings["generate"], "offload": True}
-
-    @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
-        if settings["generate"] is not None:
-            check_alone(cls.__name__, neighbours)
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        generate, rest = settings["generate"], {**settings, **_WITHOUT_GENERATION}
+        spec = super().worker_spec({**rest, "offload": False})
+        replicas = dict(spec.replicas)
+        if generate is not None and not spec.fixed and cls.generate_sequences is ActorWorker.generate_sequences:
+            own = {"model": settings["model"], "generate": generate, "offload": True}
+            replicas["generation"] = RolloutWorker, own
+        return replace(
+            spec,
+            grid=lambda devices: _with_generation(cls.role, spec.grid(devices), generate),
+            check=partial(_check, cls.__name__, settings, spec),
+            without_generation=_WITHOUT_GENERATION,
+            replicas=replicas,
+        )
 
     def __init__(
         self,
@@ -233,35 +225,6 @@ class ActorWorker(RowSession, ModelWorker):
         if self.hybrid is not None:
             self.hybrid.trained()
 
-    @generates
-    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
-        """`n` responses per prompt; input columns are returned too, each row n times.
-
-        Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
-        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `policy_version`
-        ragged [B, R] int32 of the weights that sampled each token, `response_mask` ragged [B, R] bool, `num_tokens` [B]
-        int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B] float32 (training divides its
-        logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the `Sampling` of the `VLLM`
-        strategy for this call, e.g. `greedy=True`; `n` may also be a list with a number for each prompt, or the name of
-        a column that has them. A response ends, unfinished, when prompt and response fill the
-        context (or `max_length`), even before `max_tokens`.
-
-        With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for
-        at most `max_turns` turns (docs/environments.md has the further settings). Each trajectory is a row, or several
-        where its prefix changes; further columns are `trajectory_id`, `group_id`,
-        `turns`, `tool_calls`, `tool_errors`, `prefill_tokens` [B] int64, `turn_ids` ragged [B, R] int64 (-1: not the
-        model's), `stop` and `environment_failure` (text or None) and, of environments, `rewards` and
-        `rewards/environment` [B] float32. The driver then waits for the call.
-
-        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError; RewardError for
-        environments that fail, with on_failure="raise".
-        """
-        return self.acting(batch, **sampling)
-
-    def rollout(self) -> Generation:
-        assert self.generation is not None  # checked on the driver
-        return self.generation
-
     @contextmanager
     def generating(self, alone: bool = False) -> Iterator[Generation]:
         assert self.hybrid is not None  # checked on the driver
@@ -275,7 +238,7 @@ class ActorWorker(RowSession, ModelWorker):
                 self._merge()
             self.hybrid.to_generation()
         with self.context.stage("generation"):
-            yield self.rollout()
+            yield self.rollout
 
     @register(
         THREE_D_PROTO,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,8 +13,9 @@ from hybridflow.algorithms.losses.loss import Loss, Outputs, Share, Totals
 from hybridflow.algorithms.registry import value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.protocols.operation import register
+from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
@@ -91,10 +92,15 @@ class CriticWorker(ModelWorker):
     head = "value"
 
     @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        if not isinstance(of := settings["of"], str) or of not in _UPDATES:
-            raise ConfigError(f"{cls.__name__}(of={of!r}) is unknown.{nearest(str(of), _UPDATES)}")
-        super().check(grid, settings, device_type)
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        spec = super().worker_spec(settings)
+
+        def check(grid: RankGrid, device_type: str) -> None:
+            if not isinstance(of := settings["of"], str) or of not in _UPDATES:
+                raise ConfigError(f"{cls.__name__}(of={of!r}) is unknown.{nearest(str(of), _UPDATES)}")
+            spec.check(grid, device_type)
+
+        return replace(spec, check=check)
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 
 from hybridflow.algorithms.masked import row_column, token_column
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.backend import RankGroup
+from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import FSDP, VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
@@ -31,17 +31,20 @@ from hybridflow.environments.trajectory_columns import (
     trajectory_columns,
     trajectory_rows,
 )
-from hybridflow.errors import ConfigError, PlacementError, PromptError
+from hybridflow.errors import ConfigError, DivergenceError, PromptError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
-from hybridflow.workers.row_columns import SESSION_ROWS, WRITTEN, row_columns, trajectory_session, with_session
 
 _AGENTS = 2
 """Whose processes stay between calls, so that training and evaluation may take turns."""
 _SESSION = ("batch", "solve", "until", "rows", "replica", "version")
 """Settings of `run` and `advance_rows` that are not those of the sampling."""
+WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
+WRITTEN += ("temperature",)
+SESSION_ROWS = ("row_id", "response_index", "oldest_version", "newest_version", "spans", "recomputed_tokens")
+SESSION_ROWS += ("response_tokens",)
 
 
 def _bound(settings: Settings, call: Settings) -> Settings:
@@ -111,17 +114,6 @@ generates = register(
     check=_check,
 )
 """Declares `generate_sequences` and `run` of a worker whose settings are `model` and `generate`."""
-
-
-def check_alone(name: str, neighbours: Sequence[RankGroup]) -> None:
-    """A process can hold one vLLM engine, which keeps its groups in globals. Errors: PlacementError."""
-    for group in neighbours:
-        if isinstance(group.settings.get("generate"), VLLM):
-            raise PlacementError(
-                f"{name}(generate=...) asks for a vLLM engine in hosts where {group.name} has one already, "
-                f"and a process can hold one. Close that group first ({group.name}.close()), place this one on "
-                f"other devices, or leave generate= out."
-            )
 
 
 class Generation:
@@ -261,7 +253,35 @@ class Generation:
         return self.tokenizer.encode(batch["prompt"])
 
     def _columns(self, rows: Sequence[Row]) -> Batch:
-        return row_columns(rows, self.tokenizer)
+        """WRITTEN, and `response` with a tokenizer. `response_mask` leaves out tokens whose log-probability is not
+        finite. Errors: DivergenceError when that of no token is.
+        """
+        response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
+        log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32)
+        temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
+        finite = log_probs.values.isfinite()
+        # 0: not the model's, of an agent
+        if not (bool(finite.all()) or bool((finite & (log_probs.values != 0)).any())):
+            raise DivergenceError(
+                f"generation has sampled {int((~finite).sum())} tokens, and the log-probability of each is not finite: "
+                f"weights that it was given are nan or infinite, or the model overflows in its dtype "
+                f"(hf.VLLM(dtype=...)). Load weights from before that, see hf.Checkpoints."
+            )
+        columns: dict[str, Any] = {
+            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
+            "response_ids": response_ids,
+            "log_probs": log_probs,
+            "policy_version": Ragged.from_rows([row.policy_version for row in rows], torch.int32),
+            "response_mask": log_probs.map(torch.isfinite),
+            "num_tokens": torch.tensor([len(row.prompt_ids) + len(row.token_ids) for row in rows], dtype=torch.int64),
+            "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
+            "temperature": torch.tensor(temperatures, dtype=torch.float32),
+        }
+        if (tokenizer := self.tokenizer) is not None:
+            skips = [row.sampling.skip_special_tokens for row in rows]
+            texts = {skip: tokenizer.decode([row.token_ids for row in rows], not skip) for skip in {*skips}}
+            columns["response"] = [texts[skip][at] for at, skip in enumerate(skips)]
+        return Batch(columns)
 
 
 def _row_ids(batch: Batch) -> list[int] | None:
@@ -273,6 +293,28 @@ def _seeds(sampling: Sampling, row_ids: Sequence[int] | None) -> list[int] | Non
     if sampling.seed is None or row_ids is None:
         return None
     return [sampling.seed * 1_000_003 + row_id for row_id in row_ids]
+
+
+def with_session(columns: Batch, rows: Iterable[tuple[Row, Sequence[int], int]]) -> Batch:
+    """Adds SESSION_ROWS: of each row its name and counters, the versions of its tokens (none: 0 and -1), its tokens."""
+    numbers = [
+        (row.row_id, row.index, min(versions, default=0), max(versions, default=-1), row.spans, row.recomputed, tokens)
+        for row, versions, tokens in rows
+    ]
+    more = torch.tensor(numbers, dtype=torch.int64).reshape(-1, len(SESSION_ROWS)).unbind(1)
+    return columns.with_columns(**dict(zip(SESSION_ROWS, more, strict=True)))
+
+
+def trajectory_session(
+    acted: Sequence[Acted], several: Sequence[Sequence[tuple[Row, TrajectoryRow]]]
+) -> list[tuple[Row, list[int], int]]:
+    """For `with_session`: the versions are those of the whole trajectory, its counters are in the first of its rows."""
+    out = []
+    for one, rows in zip(acted, several, strict=True):
+        versions = [version for row, _ in rows for version in row.policy_version if version >= 0]
+        for at, (row, _) in enumerate(rows):
+            out.append((row if at else one.begun, versions, len(row.token_ids)))
+    return out
 
 
 def _check_session(settings: Settings, call: Settings) -> None:
@@ -308,13 +350,42 @@ class RowSession:
     The calls of one replica run in the order of all calls of its hosts, so weights may arrive between two of them.
     """
 
+    generation: Generation | None = None
+
     @abstractmethod
     def generating(self, alone: bool = False) -> AbstractContextManager[Generation]:
         """Weights and KV cache are in memory inside the block. `alone`: only the ranks of one replica are called."""
 
-    @abstractmethod
+    @property
     def rollout(self) -> Generation:
         """The generation engine, as it is."""
+        assert self.generation is not None  # checked on the driver
+        return self.generation
+
+    @generates
+    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
+        """`n` responses per prompt; input columns are returned too, each row n times.
+
+        Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
+        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `policy_version`
+        ragged [B, R] int32 of the weights that sampled each token, `response_mask` ragged [B, R] bool, `num_tokens` [B]
+        int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B] float32 (training divides its
+        logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the `Sampling` of the `VLLM`
+        strategy for this call, e.g. `greedy=True`; `n` may also be a list with a number for each prompt, or the name of
+        a column that has them. A response ends, unfinished, when prompt and response fill the
+        context (or `max_length`), even before `max_tokens`.
+
+        With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for
+        at most `max_turns` turns (docs/environments.md has the further settings). Each trajectory is a row, or several
+        where its prefix changes; further columns are `trajectory_id`, `group_id`,
+        `turns`, `tool_calls`, `tool_errors`, `prefill_tokens` [B] int64, `turn_ids` ragged [B, R] int64 (-1: not the
+        model's), `stop` and `environment_failure` (text or None) and, of environments, `rewards` and
+        `rewards/environment` [B] float32. The driver then waits for the call.
+
+        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError; RewardError for
+        environments that fail, with on_failure="raise".
+        """
+        return self.acting(batch, **sampling)
 
     @register(
         THREE_D_ALL_MICRO_DP,
@@ -386,7 +457,7 @@ class RowSession:
     def row_tokens(self, replica: int | None = None) -> list[tuple[int, int, int]]:
         """Row id, tokens of the prompt and of the response so far, for each unfinished row of a generation replica."""
         del replica  # used by the driver only
-        return [(row.row_id, len(row.prompt_ids), len(row.token_ids)) for row in self.rollout().session_rows]
+        return [(row.row_id, len(row.prompt_ids), len(row.token_ids)) for row in self.rollout.session_rows]
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
     def withdraw_rows(
@@ -400,7 +471,7 @@ class RowSession:
         returned are forgotten, too.
         """
         del replica  # used by the driver only
-        found = self.rollout().withdraw(row_ids, keep)
+        found = self.rollout.withdraw(row_ids, keep)
         self.rows_withdrawn()
         return found
 

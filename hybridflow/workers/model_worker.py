@@ -6,11 +6,12 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast, get_args
 
 from torch import Tensor
 
@@ -18,34 +19,35 @@ from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
-from hybridflow.config import DType, Megatron, Optimizer, TrainStrategy, is_strategy
+from hybridflow.config import FSDP, DType, LoRA, Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import REDUCTIONS, agree
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_checkpoint, saved_dtypes
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
-from hybridflow.engines.lora.adapters import CONFIG
+from hybridflow.engines.lora.adapters import CONFIG, check_adapters, check_injection, is_adapter_directory, read_config
+from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, PlacementError, add_outcome, rows_named
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
-from hybridflow.models.spec import Cost, Head
+from hybridflow.models.spec import Head
 from hybridflow.protocols.operation import OperationKind, Settings, register
 from hybridflow.protocols.protocol import Protocol
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, ONE_TO_ONE
 from hybridflow.settings import local_path, require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.lora_options import check_lora, lora_of, with_saved_adapters
-from hybridflow.workers.saved_state import FROZEN
-from hybridflow.workers.worker import Worker
+from hybridflow.workers.worker import FROZEN, Worker
 
 logger = logging.getLogger(__name__)
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
 """All ranks compute together; rank 0 returns the result."""
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.tiktoken", "vocab*")
 _CHECKPOINTS = ("model", "tokenizer", "teacher")  # settings that name a directory or hub model
+_ELSEWHERE: tuple[OperationKind, ...] = ("inference", "function")  # calls that replicas can run
 
 
 def find_checkpoint(model: str | os.PathLike[str], files: Sequence[str] = _CHECKPOINT_FILES) -> Path:
@@ -78,6 +80,90 @@ def local_checkpoint(model: str | os.PathLike[str]) -> Path:
     return path
 
 
+def lora_of(settings: Mapping[str, Any]) -> LoRA | None:
+    """The adapters that a worker's strategy trains, if it trains any."""
+    return getattr(settings.get("train"), "lora", None)
+
+
+def _with_saved_adapters(settings: Settings) -> dict[str, Any]:
+    """If `model` is an adapter directory: settings with the adapters' base model, and the directory as their start.
+
+    Errors: ConfigError for a strategy that trains other adapters or none;
+    CheckpointError for adapters that cannot be read or whose base model is missing.
+    """
+    found, lora = dict(settings), lora_of(settings)
+    saved = found.get("model")
+    if saved is not None and is_adapter_directory(saved):
+        base, start = read_config(saved)
+        try:
+            found["model"] = str(find_checkpoint(base))
+        except CheckpointError as error:
+            raise CheckpointError(f"{saved} has adapters of the model {base}: {error}") from None
+    elif lora is not None and lora.start is not None:
+        start = read_config(os.path.abspath(lora.start))[1]
+    else:
+        return found
+    strategy = found["train"]
+    if not isinstance(strategy, FSDP):
+        raise ConfigError(f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP().")
+    if lora is not None:
+        _check_equal(read_spec(found["model"], "lm", strategy), lora, start)
+        start = replace(lora, start=start.start)
+    found["train"] = replace(strategy, lora=start)
+    return found
+
+
+def _check_equal(spec: Decoder, asked: LoRA, saved: LoRA) -> None:
+    for name in ("rank", "alpha", "targets"):
+        here, there = getattr(asked, name), getattr(saved, name)
+        require(
+            modules(spec, asked) == modules(spec, saved) if name == "targets" else here == there,
+            f"LoRA({name}={here!r}): the adapters in {saved.start} have {name}={there!r}. Leave lora= out to take "
+            f"what they have.",
+        )
+
+
+def _resolved(settings: Settings) -> dict[str, Any]:
+    """Makes checkpoint paths absolute; hub models are downloaded here and become their snapshots' paths."""
+    found = {name: settings[name] for name in _CHECKPOINTS if settings.get(name) is not None}
+    return _with_saved_adapters({**settings, **{name: str(find_checkpoint(path)) for name, path in found.items()}})
+
+
+def _grid(worker: type[ModelWorker], strategy: Any, devices: int) -> RankGrid:
+    given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+    require(
+        is_strategy(strategy),
+        f"{worker.__name__}(train={given}): give a strategy such as hf.Megatron(tp=2), hf.FSDP() or hf.ZeRO(stage=2).",
+    )
+    try:
+        return strategy.grid(devices)
+    except PlacementError as error:
+        raise PlacementError(f"{worker.role}: {error}") from None
+
+
+def _no_layout(role: str, grid: RankGrid) -> Layout:
+    raise ConfigError(f"this {role} is a function: it has no weights that could be moved.")
+
+
+def _check(
+    worker: type[ModelWorker], settings: Settings, model: Callable[[], Decoder], grid: RankGrid, device_type: str
+) -> None:
+    """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
+    name, role, spec = worker.__name__, worker.role, model()
+    backend(settings["train"], "layout").check(settings["train"], spec, grid, role)
+    check_reading(settings["model"], spec)
+    Checkpoint(settings["model"]).check(spec)
+    if (lora := lora_of(settings)) is not None:
+        tensors = trained_tensors(spec, lora)
+        check_injection(spec, lora)
+        if lora.start is not None:
+            check_adapters(lora.start, tensors)
+    good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
+    require(good, f"{name}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
+    good = type(offload := settings.get("offload", False)) is bool
+    require(good, f"{name}(offload={offload!r}): the {role} waits as a whole, give True or False.")
+
+
 def _check_save(settings: Settings, call: Any) -> None:
     if settings.get("model") is None:
         raise ConfigError("this worker calls a function: there is nothing to save.")
@@ -89,83 +175,32 @@ class ModelWorker(Worker):
     """One rank of a sharded model as a `TrainEngine`."""
 
     head: ClassVar[Head] = "lm"
+    engine: TrainEngine = None  # type: ignore[assignment]  # a reward function has none
+    _beside: Mapping[str, bytes] = {}
     _frozen: Mapping[str, str] = {}
     _dtypes: Mapping[str, str] = {}  # of the files of its model
     _idle: tuple[TrainState, ...] = ()  # kept in host memory between calls
 
     @classmethod
-    def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes checkpoint paths absolute; hub models are downloaded here and become their snapshots' paths."""
-        found = {name: settings[name] for name in _CHECKPOINTS if settings.get(name) is not None}
-        paths = {name: str(find_checkpoint(path)) for name, path in found.items()}
-        return with_saved_adapters({**settings, **paths}, find_checkpoint)
-
-    @classmethod
-    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
-        strategy = settings["train"]
-        given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
-        require(
-            is_strategy(strategy),
-            f"{cls.__name__}(train={given}): give a strategy such as hf.Megatron(tp=2), hf.FSDP() or hf.ZeRO(stage=2).",
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        path, lora, train = settings.get("model"), lora_of(settings), cast(TrainStrategy, settings.get("train"))
+        if path is None:
+            return WorkerSpec(resolve=_resolved, layout=partial(_no_layout, cls.role))
+        model = partial(read_spec, path, cls.head, train)
+        idle = {name: value for name, value in {"optim": None, "offload": True}.items() if name in settings}
+        fixed = (
+            f"{cls.__name__} trains adapters of the weights in {path}: these cannot be replaced or laid out anew. "
+            f"Save it and place another group with model= that directory."
         )
-        try:
-            return strategy.grid(devices)
-        except PlacementError as error:
-            raise PlacementError(f"{cls.role}: {error}") from None
-
-    @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
-        spec = cls.model_spec(settings)
-        backend(settings["train"], "layout").check(settings["train"], spec, grid, cls.role)
-        check_reading(settings["model"], spec)
-        Checkpoint(settings["model"]).check(spec)
-        check_lora(spec, settings)
-        good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
-        require(good, f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
-        cls.check_offload(settings)
-
-    @classmethod
-    def check_offload(cls, settings: Mapping[str, Any]) -> None:
-        """A model is offloaded between calls as a whole or not at all. Errors: ConfigError."""
-        good = type(offload := settings.get("offload", False)) is bool
-        require(good, f"{cls.__name__}(offload={offload!r}): the {cls.role} waits as a whole, give True or False.")
-
-    @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
-        """Errors: CheckpointError, ModelError for a model that the strategy does not support."""
-        return read_spec(settings["model"], cls.head, settings["train"])
-
-    @classmethod
-    def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
-        """Includes attention, whose cost is quadratic in a row's tokens."""
-        return None if settings.get("model") is None else cls.model_spec(settings).cost
-
-    @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
-        if settings.get("model") is None:
-            raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
-        train = settings["train"]
-        return backend(train, "layout").weights_layout(train, cls.model_spec(settings), grid)
-
-    @classmethod
-    def shares_stages(cls, settings: Mapping[str, Any], grid: RankGrid) -> bool:
-        return grid.p > 1 and isinstance(settings.get("train"), Megatron) and settings.get("optim") is not None
-
-    @classmethod
-    def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
-        """Ranks of this class that do not train; offloaded between calls if the class supports it."""
-        if kind in ("training", "generation") or settings.get("model") is None or lora_of(settings) is not None:
-            return None
-        idle = {"optim": None, "offload": True}
-        return cls, {**settings, **{name: value for name, value in idle.items() if name in settings}}
-
-    @classmethod
-    def check_written(cls, settings: Mapping[str, Any]) -> None:
-        require(
-            lora_of(settings) is None,
-            f"{cls.__name__} trains adapters of the weights in {settings['model']}: these cannot be replaced or laid "
-            f"out anew. Save it and place another group with model= that directory.",
+        return WorkerSpec(
+            resolve=_resolved,
+            grid=partial(_grid, cls, train),
+            check=partial(_check, cls, settings, model),
+            model=model,
+            layout=lambda grid: backend(train, "layout").weights_layout(train, model(), grid),
+            fixed=fixed if lora is not None else "",
+            shares_stages=isinstance(train, Megatron) and settings.get("optim") is not None,
+            replicas={} if lora is not None else dict.fromkeys(_ELSEWHERE, (cls, {**settings, **idle})),
         )
 
     def weights_storage(self) -> Mapping[str, Tensor]:
@@ -187,25 +222,23 @@ class ModelWorker(Worker):
 
     @property
     def has_tensors(self) -> bool:
-        return getattr(self, "engine", None) is not None  # a reward function has none
+        return self.engine is not None
 
     def use(self) -> Mapping[str, Any]:
-        if (engine := getattr(self, "engine", None)) is None:
+        if not self.has_tensors:
             return {}
-        lora = None if engine.adapters is None else engine.adapters.lora
+        lora = None if self.engine.adapters is None else self.engine.adapters.lora
         own = {} if lora is None else {"lora_alpha": lora.alpha, "lora_rank": lora.rank}
         return {**use_of(self.spec), **own, **self._frozen}
 
     def beside(self) -> Mapping[str, bytes]:
-        engine = getattr(self, "engine", None)
-        if engine is None or engine.adapters is None:
-            return getattr(self, "_beside", {})
-        return {CONFIG: engine.adapters.config(self.checkpoint)}
+        if not self.has_tensors or self.engine.adapters is None:
+            return self._beside
+        return {CONFIG: self.engine.adapters.config(self.checkpoint)}
 
     def file_dtypes(self) -> Mapping[str, str]:
-        if (engine := getattr(self, "engine", None)) is None or engine.adapters is not None:
-            return {}  # adapters: float32
-        return self._dtypes
+        adapted = self.has_tensors and self.engine.adapters is not None
+        return {} if adapted else self._dtypes  # adapters: float32
 
     def optimizing_engine(self) -> TrainEngine | None:
         self.engine.reload(self._idle)
@@ -369,14 +402,21 @@ class ModelWorker(Worker):
 
     def forward_flops(self, tokens: Tensor) -> float:
         """Floating point operations of a forward pass over sequences of these lengths."""
-        spec = getattr(self, "spec", None)  # a reward function has none
-        return 0.0 if spec is None else float(spec.cost(tokens).sum())
+        return float(self.spec.cost(tokens).sum()) if self.has_tensors else 0.0
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of each kind of state now in device memory."""
-        engine = getattr(self, "engine", None)  # a reward function has no engine
-        return {} if engine is None else engine.resident_bytes()
+        return self.engine.resident_bytes() if self.has_tensors else {}
+
+    def sleep(self) -> None:
+        """Free the memory of all state and drop its content, until `wake_up`. Process groups stay."""
+        self.engine.release()
+        self._writer = None  # has a copy of the last checkpoint
+
+    def wake_up(self) -> None:
+        """Allocate what `sleep` freed; state of other ranks is written there next."""
+        self.engine.reload(get_args(TrainState))
 
     def close(self) -> None:
-        if (close := getattr(getattr(self, "engine", None), "close", None)) is not None:
-            close()
+        if self.has_tensors:
+            self.engine.close()

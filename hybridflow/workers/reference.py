@@ -9,6 +9,7 @@ from typing import Any
 from hybridflow.algorithms.losses.distillation import TEACHER, TOP_K
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
+from hybridflow.models.hf_spec import read_spec
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.settings import require
@@ -19,7 +20,7 @@ _READS = ("prompt_ids", "response_ids", "temperature?")
 
 
 def _check_k(settings: Settings, call: Any) -> None:
-    k, vocab = call["k"], ReferenceWorker.model_spec(settings).vocab
+    k, vocab = call["k"], read_spec(settings["model"], "lm", settings["train"]).vocab
     good = type(k) is int and 1 <= k <= vocab
     require(good, f"compute_ref_top_k(k={k!r}): give a whole number from 1 to {vocab}, the size of the vocabulary.")
 

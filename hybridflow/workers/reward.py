@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import RewardError, rows_named
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
@@ -71,26 +73,9 @@ class ScoreWorker(ModelWorker):
     _retokenizer: Retokenizer | None = None
 
     @classmethod
-    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
-        if settings["function"] is not None:
-            return RankGrid(d=devices)
-        return super().grid(devices, settings)
-
-    @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        name = cls.__name__
-        one, level = (settings["model"] is None) != (settings["function"] is None), settings["level"]
-        require(one, f"{name}: give either model= (a checkpoint) or function= (a Python function).")
-        good = level in ("sample", "token")
-        require(good, f"{name}(level={level!r}): give 'sample', or 'token' for scores per token.")
-        if settings["function"] is None:
-            _check_unused(name, settings, _OF_FUNCTIONS, "a model has no use for it, it is of function=")
-            super().check(grid, settings, device_type)
-            check_reward_model(name, cls.role, settings)
-            return
-        _functions(cls.role, settings).check()
-        require(not settings["offload"], f"{name}(offload=True): a function has nothing to move to host memory.")
-        _check_unused(name, settings, _OF_MODELS, "a function has no use for it, it is of model=")
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        spec = super().worker_spec(settings)
+        return replace(spec, check=partial(_check, cls.__name__, cls.role, settings, spec))
 
     def __init__(
         self,
@@ -227,6 +212,21 @@ class CostWorker(ScoreWorker):
         Errors: RewardError naming the function and the row; never a silent 0.
         """
         return self._scored(batch)
+
+
+def _check(name: str, role: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, device_type: str) -> None:
+    one, level = (settings["model"] is None) != (settings["function"] is None), settings["level"]
+    require(one, f"{name}: give either model= (a checkpoint) or function= (a Python function).")
+    good = level in ("sample", "token")
+    require(good, f"{name}(level={level!r}): give 'sample', or 'token' for scores per token.")
+    if settings["function"] is None:
+        _check_unused(name, settings, _OF_FUNCTIONS, "a model has no use for it, it is of function=")
+        spec.check(grid, device_type)
+        check_reward_model(name, role, settings)
+        return
+    _functions(role, settings).check()
+    require(not settings["offload"], f"{name}(offload=True): a function has nothing to move to host memory.")
+    _check_unused(name, settings, _OF_MODELS, "a function has no use for it, it is of model=")
 
 
 def _check_unused(worker: str, settings: Settings, defaults: Settings, why: str) -> None:

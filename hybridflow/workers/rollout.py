@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hybridflow.batch.batch import Batch
-from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
@@ -19,13 +18,14 @@ from hybridflow.engines.lora.adapters import is_adapter_directory
 from hybridflow.engines.vllm.layout import unbuilt_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import ModelSpec
-from hybridflow.protocols.operation import register
+from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from hybridflow.topology import RankGrid
-from hybridflow.workers.generation import Generation, RowSession, check_alone, generates
+from hybridflow.topology import GenerationGrid, RankGrid
+from hybridflow.workers.generation import Generation, RowSession
 from hybridflow.workers.model_worker import find_checkpoint, local_checkpoint
 from hybridflow.workers.worker import Worker
 
@@ -41,55 +41,22 @@ class RolloutWorker(RowSession, Worker):
     role = "rollout"
 
     @classmethod
-    def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        found = find_checkpoint(settings["model"])
-        if is_adapter_directory(found):
-            raise ConfigError(
-                f"{cls.__name__}(model={found}): these are LoRA adapters, which it does not generate with. Give it the "
-                f"model that they belong to and hf.sync_weights(actor, rollout), or what actor.save(path, merged=True) "
-                f"wrote."
-            )
-        return {**settings, "model": str(found)}
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        model = partial(_spec, settings["model"])
 
-    @classmethod
-    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
-        generate = settings["generate"]
-        if not isinstance(generate, VLLM):
-            raise ConfigError(f"{cls.__name__}(generate={generate!r}): give hf.VLLM(...).")
-        p, t = generate.pp, generate.tp
-        if devices % (p * t):
-            raise PlacementError(
-                f"{cls.role}: VLLM(tp={t}, pp={p}) makes engines of {p * t} devices, the pool has {devices}. "
-                f"Use a multiple of {p * t} devices or other sizes."
-            )
-        return RankGrid(p, t, devices // (p * t), p_g=p, t_g=t)
+        def check(grid: RankGrid, device_type: str) -> None:
+            check_reading(settings["model"], spec := model())
+            check_config(settings["model"])
+            Checkpoint(settings["model"]).check(spec)
+            check_vllm(spec, settings["generate"], device_type)
 
-    @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        spec = cls.model_spec(settings)
-        check_reading(settings["model"], spec)
-        check_config(settings["model"])
-        Checkpoint(settings["model"]).check(spec)
-        check_vllm(spec, settings["generate"], device_type)
-
-    @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
-        check_alone(cls.__name__, neighbours)
-
-    @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
-        return _spec(settings["model"])
-
-    @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
-        spec = cls.model_spec(settings)
-        if isinstance(spec, ModelSpec):
-            return vllm_layout(spec, grid.generation())
-        return unbuilt_layout(spec.tensors(), grid.generation())
-
-    @classmethod
-    def has_runtime_layout(cls, settings: Mapping[str, Any]) -> bool:
-        return not isinstance(cls.model_spec(settings), ModelSpec)
+        return WorkerSpec(
+            resolve=partial(_resolved, cls.__name__),
+            grid=partial(_grid, cls, settings["generate"]),
+            check=check,
+            model=model,
+            layout=lambda grid: _layout(model(), grid.generation()),
+        )
 
     def runtime_layout(self) -> Layout:
         return self.engine.layout()
@@ -126,21 +93,10 @@ class RolloutWorker(RowSession, Worker):
         self._rest()
 
     def _rest(self) -> None:
-        if self._rests or not self.generation.unfinished:  # a session continues from its KV cache
+        if self._rests or not self.rollout.unfinished:  # a session continues from its KV cache
             self.engine.sleep()  # frees the cache's memory for other groups
         if self._rests:
             self.engine.memory().offload()
-
-    @generates
-    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
-        """`n` responses per prompt; columns and settings are those of `ActorWorker.generate_sequences`.
-
-        Errors: as there.
-        """
-        return self.acting(batch, **sampling)
-
-    def rollout(self) -> Generation:
-        return self.generation
 
     @contextmanager
     def generating(self, alone: bool = False) -> Iterator[Generation]:
@@ -149,7 +105,7 @@ class RolloutWorker(RowSession, Worker):
             if not self.engine.cache_bytes:
                 self.engine.together(self.engine.wake)
             with self.context.stage("generation"):
-                yield self.generation
+                yield self.rollout
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
@@ -176,20 +132,47 @@ class RolloutWorker(RowSession, Worker):
 
     def while_waiting(self, waits: Callable[[], bool]) -> bool:
         """Decode unfinished rows, if the version of the present weights is known."""
-        if not self.generation.unfinished or self.generation.outdated:
+        if not self.rollout.unfinished or self.rollout.outdated:
             return False
         with self.generating() as generation:
             generation.advance_while(waits)
         return True
 
     def on_weights_loaded(self) -> None:
-        self.generation.weights_changed()
+        self.rollout.weights_changed()
 
     def close(self) -> None:
-        if (generation := getattr(self, "generation", None)) is not None:
-            generation.close()
+        if self.generation is not None:
+            self.generation.close()
         elif (engine := getattr(self, "engine", None)) is not None:
             engine.close()
+
+
+def _resolved(name: str, settings: Settings) -> dict[str, Any]:
+    found = find_checkpoint(settings["model"])
+    if is_adapter_directory(found):
+        raise ConfigError(
+            f"{name}(model={found}): these are LoRA adapters, which it does not generate with. Give it the "
+            f"model that they belong to and hf.sync_weights(actor, rollout), or what actor.save(path, merged=True) "
+            f"wrote."
+        )
+    return {**settings, "model": str(found)}
+
+
+def _grid(worker: type[RolloutWorker], generate: Any, devices: int) -> RankGrid:
+    if not isinstance(generate, VLLM):
+        raise ConfigError(f"{worker.__name__}(generate={generate!r}): give hf.VLLM(...).")
+    p, t = generate.pp, generate.tp
+    if devices % (p * t):
+        raise PlacementError(
+            f"{worker.role}: VLLM(tp={t}, pp={p}) makes engines of {p * t} devices, the pool has {devices}. "
+            f"Use a multiple of {p * t} devices or other sizes."
+        )
+    return RankGrid(p, t, devices // (p * t), p_g=p, t_g=t)
+
+
+def _layout(spec: Decoder, grid: GenerationGrid) -> Layout:
+    return vllm_layout(spec, grid) if isinstance(spec, ModelSpec) else unbuilt_layout(spec.tensors(), grid)
 
 
 def _spec(checkpoint: str | os.PathLike[str]) -> Decoder:

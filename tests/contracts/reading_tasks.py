@@ -67,7 +67,7 @@ def refusal(path: Path, strategy: Any) -> str | None:
     settings = {"model": str(path), "train": strategy, "generate": GENERATE, "optim": None, "offload": ()}
     settings |= {"overlap": False, "bucket_mb": None, "teacher": None}
     try:
-        ActorWorker.check(RankGrid(), settings, "cpu")
+        ActorWorker.worker_spec(settings).check(RankGrid(), "cpu")
     except HybridFlowError as error:
         return f"{type(error).__name__}: {error}"
     return None

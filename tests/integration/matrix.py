@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,10 @@ class Matrix(hf.Worker):
         (region,) = layout.regions(self.context.rank)
         self.part = torch.zeros(region.box.shape, dtype=getattr(torch, dtype))
         self.fails: list[str] = []
+
+    @classmethod
+    def worker_spec(cls, settings: Mapping[str, Any]) -> hf.WorkerSpec:
+        return hf.WorkerSpec(layout=partial(cls.weights_layout, settings))
 
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ class Followed(Matrix):
         return super().weights_layout({"by": "rows", "rows": 13, "tensor": "matrix"}, grid)
 
     @classmethod
-    def replica(cls, kind: str, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
-        return None if kind == "training" else (cls, dict(settings))
+    def worker_spec(cls, settings: Mapping[str, Any]) -> hf.WorkerSpec:
+        kinds = ("generation", "inference", "function")
+        return replace(super().worker_spec(settings), replicas=dict.fromkeys(kinds, (cls, settings)))
 
     @hf.register(hf.ONE_TO_ALL, kind="training")
     def update(self, value: float) -> None:

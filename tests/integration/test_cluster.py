@@ -137,8 +137,8 @@ class Attentive(Arithmetic):
     role = "attentive"
 
     @classmethod
-    def token_cost(cls, settings):
-        return Cost(linear=0.0, quadratic=float(settings["factor"]))
+    def worker_spec(cls, settings):
+        return hf.WorkerSpec(token_cost=Cost(linear=0.0, quadratic=float(settings["factor"])))
 
 
 def _at_most(limit: int, scale: int) -> None:

@@ -45,8 +45,11 @@ class Vector(hf.Worker):
         self.vector = torch.zeros(4)
 
     @classmethod
-    def weights_layout(cls, settings, grid):
-        return Layout({"vector": (4,)}, grid.size, lambda rank: [Region(Box("vector", (0,), (4,)), "vector", (0,))])
+    def worker_spec(cls, settings):
+        def layout(grid):
+            return Layout({"vector": (4,)}, grid.size, lambda rank: [Region(Box("vector", (0,), (4,)), "vector", (0,))])
+
+        return hf.WorkerSpec(layout=layout)
 
     def weights_storage(self):
         return {"vector": self.vector}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ class Rotated(Matrix):
         return Matrix.weights_layout(ROW_BLOCKS, grid)
 
     @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
+    def worker_spec(cls, settings: Mapping[str, Any]) -> hf.WorkerSpec:
         sizes = {"hidden": 8, "intermediate": 8, "layers": 1, "kv_heads": 1, "head_dim": 8, "vocab": 8}
-        return ModelSpec(family="llama", rope_theta=settings["theta"], heads=settings["heads"], **sizes)
+        model = ModelSpec(family="llama", rope_theta=settings["theta"], heads=settings["heads"], **sizes)
+        return replace(super().worker_spec(settings), model=lambda: model)
 
 
 class HalfBuilt(hf.RolloutWorker):

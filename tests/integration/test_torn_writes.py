@@ -26,8 +26,7 @@ import torch
 from hybridflow.engines.checkpoint.manifest import SavedGroup, leftovers, saved_steps, step_of
 from hybridflow.engines.checkpoint.rank_state import RankFile, StateWriter, report_file
 from hybridflow.run.checkpoints import Checkpoints
-from hybridflow.workers.saved_state import rank_file
-from hybridflow.workers.worker import Worker
+from hybridflow.workers.worker import Worker, rank_file
 from tests.example_checkpoints import CPU, even_layout, read_values, storages, verify
 
 RANKS, KILLS, LONGEST, DEADLINE = 3, 50, 0.2, 60.0

@@ -170,7 +170,7 @@ def _probed(grid: GenerationGrid, parts: Sequence[tuple[Region, ...]], rank: int
 
 def unbuilt_layout(tensors: Mapping[str, tuple[int, ...]], grid: GenerationGrid) -> Layout:
     """Such a layout before its engines are built: only tensors are known, so no plan can use it."""
-    return Layout(tensors, grid.size, _unknown)
+    return Layout(tensors, grid.size, _unknown, complete=False)
 
 
 def _unknown(rank: int) -> Sequence[Region]:

@@ -13,6 +13,7 @@ import transformers
 import hybridflow as hf
 from hybridflow.engines.train_backends import backend
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, ModelError, PlacementError
+from hybridflow.models.hf_spec import read_spec
 from hybridflow.topology import RankGrid
 from tests import tiny_models
 
@@ -54,8 +55,8 @@ def placed(devices: int, settings: dict[str, Any], worker: Any = hf.ActorWorker,
         "of": "rewards",
         **settings,
     }
-    resolved = worker.resolve(every)
-    worker.check(grid or worker.grid(devices, resolved), resolved, "cpu")
+    spec = worker.worker_spec(worker.worker_spec(every).resolve(every))
+    spec.check(grid or spec.grid(devices), "cpu")
 
 
 @pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(tp=2), hf.ZeRO(stage=2), hf.Megatron(tp=2)], ids=str)
@@ -170,7 +171,7 @@ def test_a_grid_of_ones_own_is_that_of_the_strategy(models, grid, train, says):
     """The worker refuses it, and so does whoever lays the model out on it."""
     with pytest.raises(PlacementError, match=says):
         placed(4, {"model": models["llama"], "train": train}, grid=grid)
-    spec = hf.ActorWorker.model_spec({"model": models["llama"], "train": train})
+    spec = read_spec(models["llama"], "lm", train)
     with pytest.raises(PlacementError):
         backend(train, "layout").weights_layout(train, spec, grid)
 
@@ -183,7 +184,7 @@ def test_a_grid_of_ones_own_that_fits_is_taken(models):
 def test_a_rollout_of_adapters_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"RolloutWorker\(model=.*LoRA adapters.*hf.sync_weights.*merged=True"):
-        hf.RolloutWorker.resolve({"model": tmp_path})
+        placed(1, {"model": tmp_path, "generate": hf.VLLM()}, hf.RolloutWorker)
 
 
 def test_a_critic_says_who_it_is(models):

@@ -19,7 +19,6 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.session import Session
 from hybridflow.errors import CheckpointError, ConfigError, MissingColumnError, PlacementError
 from hybridflow.models.hf_spec import read_spec
-from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.graph import Graph, GraphBuilder
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
@@ -236,8 +235,8 @@ class Teacher(hf.Worker):
         self.model = model
 
     @classmethod
-    def model_spec(cls, settings: Any) -> ModelSpec:
-        return model_spec(settings["model"])
+    def worker_spec(cls, settings: Any) -> hf.WorkerSpec:
+        return hf.WorkerSpec(model=lambda: model_spec(settings["model"]))
 
     @register(THREE_D_PROTO, reads=("response_ids", "hint?"), writes=("marks",))
     def mark(self, batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.placement import GroupPlacement
-from hybridflow.workers.worker import apply_placement
+from hybridflow.workers.placing import apply_placement
 
 WHERE = GroupPlacement((0, 1, 2, 3), (8,), hf.Megatron(tp=2, pp=1, dp=2), (1, 4))
 

@@ -16,7 +16,7 @@ from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.search.call_search import Evaluator, exact, mcmc, options_of
 from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.planning import placement_of
-from hybridflow.workers.worker import can_replicate, divided
+from hybridflow.workers.placing import can_replicate, divided
 from tests.example_plans import SMALL, PlainCosts, cluster, grpo_of, obeys
 
 NODES = (8,)
