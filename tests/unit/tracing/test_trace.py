@@ -459,6 +459,7 @@ def test_a_loader_that_ends_and_what_comes_after(small: Path):
 @pytest.mark.parametrize("trace", [trace_driver, check_driver])
 def test_what_outlives_a_run_is_neither_read_nor_written(trace: Any, tmp_path: Path):
     """Also by a loop that comes to its end, after which a run would be marked as ended."""
+    before = Session.existing(), Session.replay
     (tmp_path / "home" / "kept").mkdir(parents=True)
     model, tmp_path = make_policy(tmp_path / "policy"), tmp_path / "home"
 
@@ -491,7 +492,7 @@ def test_what_outlives_a_run_is_neither_read_nor_written(trace: Any, tmp_path: P
     ended: list[Session] = []
     trace(driver)
     assert ended or trace is check_driver
-    assert (Session.existing(), Session.replay) == (None, None)
+    assert (Session.existing(), Session.replay) == before
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
