@@ -142,6 +142,24 @@ def test_memory_that_is_lacking_when_it_wakes(build, policy, eager):
     assert error_of(engine, policy) < NEAR
 
 
+def test_a_start_that_vllm_gives_up_leaves_nothing(build, policy, monkeypatch):
+    """As where another process frees memory while it measures: the next engine starts."""
+
+    def changed(worker: Any) -> int:
+        measured(worker)
+        raise AssertionError("Error in memory profiling")
+
+    from vllm.v1.worker.gpu_worker import Worker  # importable where CUDA is
+
+    with monkeypatch.context() as patch:
+        measured = Worker.determine_available_memory
+        patch.setattr(Worker, "determine_available_memory", changed)
+        for _ in range(2):
+            with pytest.raises(AssertionError, match="memory profiling"):
+                build()
+    assert error_of(build(), policy) < NEAR
+
+
 @modes
 def test_memory_that_is_lacking_at_the_start(build, policy, eager):
     with pytest.raises(DeviceMemoryError, match=r"memory_fraction=0.001\) asks for .* Use a higher memory_fraction"):

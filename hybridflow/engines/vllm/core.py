@@ -170,6 +170,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         enable_sleep_mode=not eager,  # see PooledMemory
         enable_prefix_caching=True,  # several responses per prompt share its cache
         disable_log_stats=True,
+        kernel_config={"enable_jit_warmup": False},  # of kernels, most of them of vLLM's own sampler
         seed=0,
     ).create_engine_config()
     if strategy.pp == 1 and not config.scheduler_config.async_scheduling:  # where it is, it overlaps with the device
@@ -225,6 +226,8 @@ def _prepare_allocator() -> None:
     from vllm.device_allocator import cumem
 
     allocator: Any = _allocator()
+    if allocator.get_current_usage():
+        gc.collect()  # what failed to start may lie in reference cycles of its error
     if used := allocator.get_current_usage():
         raise PlacementError(
             f"tensors of a closed vLLM engine still have {used} bytes in this process, and a second engine cannot "
