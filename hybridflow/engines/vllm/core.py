@@ -145,6 +145,7 @@ def collect(device: torch.device) -> None:
 
 
 def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.device) -> VllmConfig:
+    from vllm.config import KernelConfig
     from vllm.engine.arg_utils import EngineArgs
 
     model_class = architecture(spec)
@@ -170,7 +171,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         enable_sleep_mode=not eager,  # see PooledMemory
         enable_prefix_caching=True,  # several responses per prompt share its cache
         disable_log_stats=True,
-        kernel_config={"enable_jit_warmup": False},  # of kernels, most of them of vLLM's own sampler
+        kernel_config=KernelConfig(enable_jit_warmup=False),  # of kernels most of which vLLM's own sampler calls
         seed=0,
     ).create_engine_config()
     if strategy.pp == 1 and not config.scheduler_config.async_scheduling:  # where it is, it overlaps with the device
