@@ -401,7 +401,7 @@ class WorkerGroup:
             self.session.groups.pop(self.name, None)
 
     def rebuild(self, pools: Mapping[str, Any]) -> None:
-        """Build the ranks again, as first placed, in the new hosts of their pools (by the pools' former names).
+        """Build the ranks again, as first placed, in the new hosts of their pools (by name).
 
         Errors: WorkerError when a rank cannot be built.
         """

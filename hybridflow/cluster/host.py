@@ -37,6 +37,7 @@ from hybridflow.cluster.out_of_memory import DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
+from hybridflow.engines import process_groups
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.call_events import MAPPED, CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
@@ -83,23 +84,24 @@ class Host:
         torch.backends.cuda.enable_cudnn_sdp(False)  # vLLM's import does: training computes the same without it
         index = device_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
-        self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
+        process_groups.gloo_address = address = ray.util.get_node_ip_address()
+        self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(address)
 
     def address(self) -> tuple[str, int, bytes]:
         """Host, port and key of this process's `LivenessServer`."""
         return *self._liveness.address, self._liveness.key
 
-    def join(self, store: tuple[str, int]) -> None:
-        """Join the pool's torch world through the session's rendezvous store at this host and port.
+    def join(self, store: tuple[str, int], world: str) -> None:
+        """Join the torch world of this name through the session's rendezvous store at this host and port.
 
         The driver does not wait for this call: `create` raises its errors.
         """
         try:
-            self._join(store)
+            self._join(store, world)
         except Exception as error:
             self._unjoined = error
 
-    def _join(self, store: tuple[str, int]) -> None:
+    def _join(self, store: tuple[str, int], world: str) -> None:
         self._store = dist.TCPStore(*store, None, False, _CONNECT, wait_for_workers=False)
         self._store.set_timeout(self._peers)
         if self.use_cuda:
@@ -110,7 +112,7 @@ class Host:
         # without device_id: torch would make every later nccl group by splitting this one, with all of its processes
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(self.pool, self._store),
+            store=dist.PrefixStore(world, self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=self._peers,

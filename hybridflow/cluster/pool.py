@@ -140,11 +140,7 @@ class ResourcePool:
         whole = self.part(range(len(reserved.hosts)))
         per_node = list(whole.devices_of_nodes) if self is not session.controller_pool else []
         session.backend.stop_hosts(reserved.hosts, reserved.reservation)
-        name = f"{session.name}-{uuid.uuid4().hex[:6]}"
-        hosts, reservation = session.backend.start_hosts(name, per_node)
-        if (cell := session.cells.pop(reserved.name, None)) is not None:
-            session.cells[name] = cell
-        reserved.name, reserved.hosts, reserved.reservation = name, hosts, reservation
+        reserved.hosts, reserved.reservation = session.backend.start_hosts(self.name, per_node)
 
     def check_open(self) -> None:
         if self._reserved.closed:

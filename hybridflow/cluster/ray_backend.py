@@ -126,8 +126,9 @@ class RayBackend(SessionBackend):
             threads = self._threads(machines[node]["Resources"], len(nodes))
             hosts.append(self._start(options, pool, rank, len(nodes), self.has_cuda, threads))
         addresses = [host.address.remote() for host in hosts]
+        world = f"{pool}/{uuid.uuid4().hex[:6]}"  # hosts that took the place of others meet one another only
         for host in hosts:
-            host.join.remote(self._store_address)
+            host.join.remote(self._store_address, world)
         processes = tuple(
             HostProcess(host, address, node, machines[node]["NodeID"], machines[node]["NodeManagerHostname"])
             for host, address, node in zip(hosts, addresses, nodes, strict=True)

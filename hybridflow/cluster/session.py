@@ -54,6 +54,7 @@ class Session:
         self.first_states: dict[str, Any] = {}
         self.run_directory: Path | None = None
         self.cells: dict[str, Cell] = {}
+        self.unbuilt: set[str] = set()  # pools whose groups are not on their new hosts yet
         self.recorded: Any = None
         self._closing: list[Callable[[], None]] = []
         self._recoverable: Callable[[BaseException], bool] | None = None

@@ -64,12 +64,19 @@ class _SharedGloo(c10d.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
+gloo_address = ""
+"""The machine's address, as its peers know it; set before the first group is made."""
+
+
 @cache
 def _gloo_devices() -> list[Any]:
-    """Those that torch would make: one for each interface in `GLOO_SOCKET_IFNAME`, or that of the host's name."""
+    """One for each interface in `GLOO_SOCKET_IFNAME`, or that of `gloo_address`. By default torch would take the address
+    that the machine gives its own name, which may be one that its peers cannot reach (127.0.1.1)."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create = c10d.ProcessGroupGloo.create_device
-    return [create(interface=name) for name in names] or [c10d.ProcessGroupGloo.create_default_device()]
+    if names or gloo_address:
+        return [create(interface=name) for name in names] or [create(hostname=gloo_address)]
+    return [c10d.ProcessGroupGloo.create_default_device()]
 
 
 c10d.ProcessGroupGloo = _SharedGloo  # type: ignore[misc]  torch has no option for it

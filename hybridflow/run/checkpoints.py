@@ -261,14 +261,7 @@ class Checkpoints:
                     self._exhausted, session.recorded = True, None  # later loops number their own iterations
                     return
                 except HybridFlowError as error:
-                    if not self._may_restart(error):
-                        raise
-                    self._count_restart(str(error).splitlines()[0])
-                    try:
-                        self._rebuild(session)
-                    except HybridFlowError as further:
-                        further.add_note(f"The run could not be restarted after: {error}")
-                        raise
+                    self._restart(session, error)
         finally:
             session.iterations.done_before = 0
 
@@ -276,6 +269,20 @@ class Checkpoints:
         """Whether a host was lost or does not answer, and may be replaced once more."""
         lost = isinstance(error, _LOST) or isinstance(getattr(error, "cause", None), _LOST)
         return lost and self.restarts < self.max_restarts
+
+    def _restart(self, session: Session, error: HybridFlowError) -> None:
+        """Build again what an error of lost hosts needs; where hosts are lost meanwhile, that is the next restart.
+
+        Errors: `error`, if it is another one or of one restart too many."""
+        while True:
+            if not self._may_restart(error):
+                raise error
+            self._count_restart(str(error).splitlines()[0])
+            try:
+                return self._rebuild(session)
+            except HybridFlowError as further:
+                further.add_note(f"The run could not be restarted after: {error}")
+                error = further
 
     def _count_restart(self, reason: str) -> None:
         """Errors: PlacementError after `max_restarts` restarts."""

@@ -25,22 +25,25 @@ logger = logging.getLogger(__name__)
 
 def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> None:
     """Start new hosts for `pools` (default: all, since peers of a lost host may be in a collective) and build their
-    groups as they were placed; their weights are those of their model directories again.
+    groups as they were placed; their weights are those of their model directories again. After an error it can be
+    called again.
 
     Errors: PlacementError when the cluster no longer has the devices, WorkerError when a rank cannot be built.
     """
     start = time.time()
     pools = [*session.pools, session.controller_pool] if pools is None else pools
-    former, groups = {pool.name: pool for pool in pools}, _groups_on(session, pools)
+    by_name, groups = {pool.name: pool for pool in pools}, _groups_on(session, pools)
+    session.unbuilt |= by_name.keys()
     session.iterations.reset()
     if session.recorded is not None:
         session.recorded.forget()
     for ranks in [ranks for group in groups for ranks in group.all_ranks]:
         session.backend.channels.close(ranks.key)
-    for pool in former.values():
+    for pool in pools:
         pool.rebuild()
     for group in groups:
-        group.rebuild(former)
+        group.rebuild(by_name)
+    session.unbuilt -= by_name.keys()
     session.iterations.note("restart", f"new hosts of {', '.join(group.name for group in groups)}", start)
 
 
@@ -56,8 +59,10 @@ def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
 
     Errors: those of a host that does not answer or cannot be built.
     """
-    pools = [pool for pool in session.pools if session.backend.lost(pool.hosts)]
-    if not pools or session.backend.lost(session.controller_pool.hosts):
+    if session.controller_pool.name in session.unbuilt or session.backend.lost(session.controller_pool.hosts):
+        return None
+    pools = [pool for pool in session.pools if pool.name in session.unbuilt or session.backend.lost(pool.hosts)]
+    if not pools:
         return None
     gone = _groups_on(session, pools)
     if any(map(_keeps_state, gone)):

@@ -55,23 +55,28 @@ class Fault(threading.Thread):
             self.send(call, getattr(signal, name))
 
     def send(self, call: str, number: int) -> None:
-        import ray
-
         host = self.group.ranks.hosts[1]
-        port = ray.get(host.address)[1]
-        listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-        pid = next(one.pid for one in listening if one.laddr.port == port)
         if call == "idle":
             self.paused.wait()
         while True:
+            if call == "__init__":  # of a group that is built again
+                host = self.group.ranks.hosts[1]
             doing = liveness.ask(host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
             if now.endswith(call):
                 time.sleep({"idle": 0.5, "advance_rows": 0.2}.get(call, 0))
-                os.kill(pid, number)
+                os.kill(pid := process_of(host), number)
                 print(f"fault: {number} to {pid} in {now} at {time.time()}", flush=True)
                 return
             time.sleep(0.002)
+
+
+def process_of(host: Any) -> int:
+    import ray
+
+    port = ray.get(host.address)[1]
+    listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+    return next(one.pid for one in listening if one.laddr.port == port)
 
 
 def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str]) -> None:

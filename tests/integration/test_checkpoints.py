@@ -118,6 +118,14 @@ def test_lost_hosts_are_replaced(runs, undisturbed):
 
 
 @pytest.mark.slow
+def test_a_host_lost_while_groups_are_built_again_is_one_more_restart(runs, undisturbed):
+    faults = "update_actor:3:SIGKILL,__init__:3:SIGKILL"
+    run = runs.run("lost-twice", every=2, fault=faults, deadline=20, peers=30, record=1, retry=1)
+    check_equal(run, undisturbed, range(1, STEPS + 1))
+    assert "restart 2 of 3" in (run / "log.txt").read_text()
+
+
+@pytest.mark.slow
 def test_a_host_lost_while_idle_is_replaced_by_the_loop_itself(runs, undisturbed):
     """No error reaches the driver's loop, which asks for no result."""
     run = runs.run("lost-idle", every=2, fault="idle:3:SIGKILL", pause=3, deadline=20)

@@ -1,0 +1,137 @@
+"""Rebuilding hosts and groups of a session, where a step of it fails. No cluster: hosts are only counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hybridflow as hf
+from hybridflow.cluster.backend import Deadlines, HostProcess, RankGroup, SessionBackend
+from hybridflow.cluster.iterations import Iterations
+from hybridflow.cluster.session import CONTROLLER, Session
+from hybridflow.errors import HostLostError, PlacementError
+from hybridflow.protocols.operation import operations, register
+from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.run.recovery import rebuild, replace_lost
+
+
+class Plain:
+    @register(ONE_TO_ALL)
+    def work(self) -> None: ...
+
+
+class CountedHosts(SessionBackend):
+    """A backend whose hosts are numbers. The step number `fails` of starting hosts and building groups raises."""
+
+    has_cuda, deadlines, name = False, Deadlines(), "counted"
+
+    def __init__(self) -> None:
+        self.iterations, self.numbers = Iterations(10.0), itertools.count()
+        self.channels = SimpleNamespace(close=lambda key: None)
+        self.steps, self.fails, self.gone = 0, 0, set[Any]()
+        self.stopped, self.built = set[Any](), dict[str, RankGroup]()
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self.steps == self.fails:
+            raise HostLostError("a machine is gone")
+
+    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], None]:
+        self._step()
+        return tuple(HostProcess(None, next(self.numbers)) for _ in range(sum(per_node) or 1)), None
+
+    def stop_hosts(self, hosts: Sequence[HostProcess], reserved: Any) -> None:
+        self.stopped |= {host.address for host in hosts}
+
+    def lost(self, hosts: Sequence[HostProcess]) -> list[HostProcess]:
+        return [host for host in hosts if host.address in self.gone]
+
+    def operations(self, worker_class: type, settings: Any) -> Any:
+        return operations(worker_class)
+
+    def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
+        self._step()
+        self.built[ranks.name] = ranks
+
+    def drop(self, ranks: RankGroup, wait: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def session(monkeypatch):
+    monkeypatch.setattr(Session, "_current", None)
+    Session._current = session = Session(CountedHosts())  # type: ignore[arg-type]
+    yield session
+    session.shutdown()
+
+
+def placed(session: Session) -> CountedHosts:
+    """Two groups on one pool, one on another."""
+    first, second = hf.ResourcePool([2]), hf.ResourcePool([1])
+    for name, pool in (("a", first), ("b", first[0:1]), ("c", second)):
+        hf.place(Plain, pool, name=name)
+    return session.backend
+
+
+STEPS = 3 + 4  # hosts of two pools and the controller, and their groups with the controller's
+
+
+@pytest.mark.parametrize("fails", range(1, STEPS + 1))
+def test_a_rebuild_that_failed_can_be_done_again(session, fails):
+    backend = placed(session)
+    pools = [pool.name for pool in session.pools]
+    backend.steps, backend.fails = 0, fails
+    with pytest.raises(HostLostError):
+        rebuild(session)
+    rebuild(session)
+    assert [pool.name for pool in session.pools] == pools and not session.unbuilt
+    hosts = {host.address for pool in [*session.pools, session.controller_pool] for host in pool.hosts}
+    assert not hosts & backend.stopped
+    assert set(backend.built) == {"a", "b", "c", CONTROLLER}
+    for name, ranks in backend.built.items():
+        assert session.groups[name].ranks is ranks
+        assert {host.address for host in ranks.hosts} <= hosts
+
+
+def test_a_step_more_does_not_fail(session):
+    backend = placed(session)
+    backend.steps, backend.fails = 0, STEPS + 1
+    rebuild(session)
+    assert backend.steps == STEPS
+
+
+def test_pools_that_are_half_rebuilt_are_replaced_too(session, monkeypatch):
+    """Also where their new hosts live: their groups are not built."""
+    backend = placed(session)
+    moment = SimpleNamespace(sources=dict.fromkeys("abc", "d"), step=3)
+    for name, found in (("_keeps_state", False), ("_at", True), ("_step_back", None), ("follow", None)):
+        monkeypatch.setattr(f"hybridflow.run.recovery.{name}", lambda *_, found=found: found)
+    first, second = session.pools
+    backend.gone = {second.hosts[0].address}
+    backend.steps, backend.fails = 0, 2
+    with pytest.raises(HostLostError):
+        replace_lost(session, [moment])
+    assert backend.built["c"].hosts != second.hosts and session.unbuilt == {second.name}
+    before = first.hosts
+    assert replace_lost(session, [moment]) is moment
+    assert backend.built["c"].hosts == second.hosts and first.hosts == before and not session.unbuilt
+
+
+def test_without_devices_the_pools_stay_known(session):
+    backend = placed(session)
+    starts = backend.start_hosts
+
+    def full(pool: str, per_node: Sequence[int]) -> Any:
+        raise PlacementError("no devices")
+
+    backend.start_hosts = full
+    with pytest.raises(PlacementError, match="no devices"):
+        rebuild(session)
+    backend.start_hosts = starts
+    rebuild(session)
+    assert set(backend.built) == {"a", "b", "c", CONTROLLER} and not session.unbuilt
