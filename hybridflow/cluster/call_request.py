@@ -21,6 +21,7 @@ from hybridflow.cluster.row_refs import (
     ColumnRef,
     Concat,
     Gather,
+    IssuedCall,
     RankOutput,
     RankRows,
     SplitPart,
@@ -42,15 +43,18 @@ class CallRequest(NamedTuple):
     refs: list[Any]
 
 
-def requests_of(calls: Sequence[RankCall | None], where: str, step: int | None) -> list[CallRequest | None]:
+def requests_of(
+    calls: Sequence[RankCall | None], where: str, step: int | None, inputs: dict[int, IssuedCall]
+) -> list[CallRequest | None]:
     """The request of each rank, for a call of `where` in iteration `step`; calls that are one object give one request.
+    Adds the calls whose results they read to `inputs`.
 
     Errors: ConfigError for a setting that cannot be sent."""
     distinct = list({id(call): call for call in calls if call is not None}.values())
     if not distinct:
         return [None] * len(calls)
     shared_nodes, names = _survey(distinct)
-    first, shared = distinct[0], _Table(names)
+    first, shared = distinct[0], _Table(names, inputs)
     alike = {
         name: value
         for name, value in first.settings.items()
@@ -65,7 +69,7 @@ def requests_of(calls: Sequence[RankCall | None], where: str, step: int | None) 
 
 
 def _request(call: RankCall, head: bytes, shared: _Table, alike: Mapping[str, Any], where: str) -> CallRequest:
-    table, rows, others = _Table(shared.names, shared), dict[str, Any](), dict[str, Any]()
+    table, rows, others = _Table(shared.names, shared.inputs, shared), dict[str, Any](), dict[str, Any]()
     for name, value in call.settings.items():
         if isinstance(value, RankRows):
             columns = {name: (ref.stored, table.add(ref.node), ref.unique) for name, ref in value.columns.items()}
@@ -95,10 +99,10 @@ def call_of(request: CallRequest) -> RankCall:
 
 class _Table:
     """Nodes as flat entries, each after those that it names, and the references in them; continues `before`. Of what
-    the driver stored the columns `names`."""
+    the driver stored the columns `names`. `inputs` gets the calls that write them."""
 
-    def __init__(self, names: Container[str], before: _Table | None = None) -> None:
-        self.names, self.entries, self.known = names, list[tuple](), dict[int, int]()
+    def __init__(self, names: Container[str], inputs: dict[int, IssuedCall], before: _Table | None = None) -> None:
+        self.names, self.inputs, self.entries, self.known = names, inputs, list[tuple](), dict[int, int]()
         self.refs: list[Any] = [] if before is None else before.refs.copy()
         self.before, self.start = ({}, 0) if before is None else (before.known, len(before.entries))
 
@@ -117,6 +121,8 @@ class _Table:
     def _entry(self, node: Any) -> tuple:
         if isinstance(node, RankOutput):
             ref, origin = node.ref, node.origin
+            if node.call is not None:
+                self.inputs[id(node.call)] = node.call
             held = isinstance(ref, Manifest)
             at = self.add(ref) if held else self.reference(ref)
             return _OUTPUT, held, at, node.rows, origin.role, origin.rank, origin.method, origin.node, origin.step

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -318,7 +318,7 @@ def _get(
                 statuses = [status.ref for call in calls for status in call.statuses]
                 ready, _ = ray.wait(statuses, num_returns=len(statuses), timeout=0)
                 raise_failure(ray.get(ready), calls)
-                if (lost := _lost_peer(calls)) is not None:
+                if (lost := lost_peer(calls)) is not None:
                     raise lost.as_cause() from None
                 notice.look(lambda: unfinished(writers) or writers)
             if end <= time.monotonic():
@@ -358,9 +358,9 @@ def raise_failure(values: Sequence[Any], calls: Sequence[IssuedCall]) -> None:
         error = failure.error
         if isinstance(error.cause, WaitTimeoutError):
             stacks = _incidents(calls).write_stacks(calls)
-            if (lost := _lost_peer(calls)) is None:
+            if (lost := lost_peer(calls)) is None:
                 error = blamed(error, calls)  # takes a moment
-                lost = _lost_peer(calls)
+                lost = lost_peer(calls)
             error = with_text(lost or error, stacks)
         raise error.as_cause()
 
@@ -373,16 +373,24 @@ def _incidents(calls: Sequence[IssuedCall]) -> Incidents:
     return calls[0].incidents if calls else Incidents()
 
 
-def _lost_peer(calls: Sequence[IssuedCall]) -> WorkerError | None:
-    """The error of a rank whose host is lost: its peers only have timeouts, and Ray notices a vanished machine late."""
-    statuses = [status for call in calls for status in call.statuses]
+def lost_peer(calls: Iterable[IssuedCall | None]) -> WorkerError | None:
+    """The error of a rank of these calls, or of those whose results they read, whose host is lost: its peers only have
+    timeouts, and Ray notices a vanished machine late."""
+    found = {id(call): call for call in calls if call is not None}
+    above = list(found.values())
+    known = _incidents(above).lost
+    while above and known:
+        new = [(key, call) for key, call in above.pop().inputs.items() if key not in found]
+        found.update(new)
+        above += [call for _, call in new]
+    statuses = [status for call in found.values() for status in call.statuses if status.sent_ref is not None]
     refs = [status.ref for status in statuses]
     ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
     try:
         ray.get(ready)
     except ray.exceptions.RayError as error:
         return _lost(refs, statuses, error)
-    pending, known = set(waiting), _incidents(calls).lost
+    pending = set(waiting)
     for status in statuses:
         if status.ref in pending and status.address in known:
             return host_lost(status.origin, known[status.address])

@@ -20,6 +20,7 @@ from hybridflow.cluster.future import (
     fetch,
     host_lost,
     late,
+    lost_peer,
     raise_failure,
     skipped_steps,
     without_work,
@@ -290,8 +291,13 @@ class Iterations:
             self.incidents.write_skipped(skipped_steps(statuses))
             done += zip(finished, statuses, strict=True)
             self._raise_new(zip(finished, statuses, strict=True))
+            if self.incidents.lost and (lost := lost_peer(output.call for output in outputs)) is not None:
+                raise lost.as_cause()
         if len(done) < len({output.ref for output in outputs}):
             raise late(self.timeout, outputs)
+        for output in outputs:
+            if output.call is not None:
+                output.call.inputs.clear()
         return done
 
     def _raise_new(self, statuses: Iterable[tuple[RankOutput, Status]]) -> None:

@@ -261,8 +261,8 @@ class RayBackend(SessionBackend):
         if not (partners and held.accepts(ranks)):
             held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
-        requests = requests_of(calls, f"{ranks.name}.{method}", self.iterations.step)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
+        requests = requests_of(calls, f"{ranks.name}.{method}", self.iterations.step, issued.inputs)
         if partners:
             out = held.hold(HeldCall(ranks, method, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)

@@ -50,6 +50,7 @@ class IssuedCall:
     `observed`: the driver has raised its failure. `incidents` are those of the session (`incidents.Incidents`).
     `timeout` bounds a wait for its results, in seconds. A trace notes with `on_read` that the driver reads them.
     `weights` identifies the weights that all of its results are of, where the driver knows (`WorkerGroup.weights`).
+    `inputs` are the calls whose results it reads, by id, until it was waited for.
     """
 
     statuses: list[RankOutput]
@@ -58,6 +59,7 @@ class IssuedCall:
     observed: bool = False
     on_read: Callable[[IssuedCall], None] | None = None
     weights: object = None
+    inputs: dict[int, IssuedCall] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

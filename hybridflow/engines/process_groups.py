@@ -70,8 +70,8 @@ gloo_address = ""
 
 @cache
 def _gloo_devices() -> list[Any]:
-    """One for each interface in `GLOO_SOCKET_IFNAME`, or that of `gloo_address`. By default torch would take the address
-    that the machine gives its own name, which may be one that its peers cannot reach (127.0.1.1)."""
+    """One for each interface in `GLOO_SOCKET_IFNAME`, or that of `gloo_address`. Torch's default is the address that the
+    machine gives its own name, which peers may not reach (127.0.1.1)."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create = c10d.ProcessGroupGloo.create_device
     if names or gloo_address:

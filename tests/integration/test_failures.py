@@ -19,6 +19,7 @@ from hybridflow.cluster.backend import Deadlines
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.host_monitor import HostMonitor
+from hybridflow.cluster.incidents import LostHost
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import (
     BatchError,
@@ -103,6 +104,10 @@ class Source:
     def sleep(self, seconds):
         time.sleep(seconds)
         return "slept"
+
+    @register(DP_PROTO, reads=("x",), writes=("x",))
+    def late(self, batch):
+        time.sleep(600.0)
 
     @register(DP_PROTO, reads=("x",), writes=("x",))
     def die(self, batch):
@@ -423,6 +428,21 @@ def test_a_host_that_dies_inside_a_collective_is_named_instead_of_its_peers(clus
         assert (caught.value.role, caught.value.rank, caught.value.step) == ("dying_source", 1, 2)
         assert f"rank 1 (node {NODE}, step 2)" in str(caught.value)
         settle()
+
+
+def test_a_lost_writer_of_inputs_is_named_while_their_reader_waits(cluster, trainer, batch, settle):
+    """Ray does not know for up to a minute that a machine vanished, and who waits for its rows has timeouts."""
+    with hf.ResourcePool([2]) as pool:
+        source = hf.place(Source, pool, name="far")
+        kept = source.good(batch)
+        kept.get()
+        result = trainer.update(source.late(kept))
+        cluster.iterations.incidents.lost[pool.hosts[1].address] = LostHost(pool.name, 1, NODE, time.time())
+        with pytest.raises(HostLostError, match=r"far.late on rank 1 .* was lost"):
+            result.get(timeout=60.0)
+        with pytest.raises(HostLostError, match=r"far.late on rank 1 .* was lost"):  # a loop that reads no result
+            cluster.iterations.drain()
+    settle()
 
 
 def test_an_error_names_the_step_of_the_loop(source, batch, cluster, settle):

@@ -52,7 +52,7 @@ def test_ranks_read_the_rows_that_they_are_given(data):
         split = BatchRef.concat(split).split(data.draw(st.integers(1, whole.rows)))
     sent = [call(batch=part.to_rank(), times=2) for part in split]
     given_twice = [one for one in sent for _ in range(2)]
-    requests = requests_of([None, *given_twice], "group.go", 5)
+    requests = requests_of([None, *given_twice], "group.go", 5, {})
     assert requests[0] is None
     for part, own, request in zip([p for p in split for _ in range(2)], given_twice, requests[1:], strict=True):
         assert request is not None
@@ -72,7 +72,7 @@ def test_references_lie_beside_the_bytes():
     outputs = [RankOutput(ref, 2, CallOrigin("actor", i, "make")) for i, ref in enumerate(refs[:2])]
     whole = BatchRef.concat([BatchRef.of_output(output, NAMES) for output in outputs])
     sent = [call(batch=part.to_rank(), mine=i, other={"ref": refs[2]}) for i, part in enumerate(whole.split(2))]
-    for i, request in enumerate(requests_of(sent, "group.go", None)):
+    for i, request in enumerate(requests_of(sent, "group.go", None, {})):
         assert request is not None
         assert set(request.refs) == {refs[2], refs[i]}
         found = call_of(request)
@@ -95,17 +95,17 @@ class Counted:
 def test_what_ranks_share_is_pickled_once():
     Counted.pickled = 0
     shared, whole = Counted(), written(6, 0)
-    requests = requests_of([call(batch=part.to_rank(), loss=shared) for part in whole.split(3)], "group.go", None)
+    requests = requests_of([call(batch=part.to_rank(), loss=shared) for part in whole.split(3)], "group.go", None, {})
     assert Counted.pickled == 1
     assert len({request.head for request in requests if request}) == 1
-    some = requests_of([call(batch=part.to_rank(), loss=Counted()) for part in whole.split(3)], "group.go", None)
+    some = requests_of([call(batch=part.to_rank(), loss=Counted()) for part in whole.split(3)], "group.go", None, {})
     assert Counted.pickled == 4
     assert all(isinstance(call_of(request).settings["loss"], Counted) for request in some if request)
 
 
 def test_settings_that_cannot_be_sent_are_named():
     with pytest.raises(ConfigError, match=r"group.go: hook=<.* cannot be sent to a host"):
-        requests_of([call(lr=1.0, hook=threading.Lock())], "group.go", None)
-    (request,) = requests_of([call(hook=lambda x: x + 1)], "group.go", None)
+        requests_of([call(lr=1.0, hook=threading.Lock())], "group.go", None, {})
+    (request,) = requests_of([call(hook=lambda x: x + 1)], "group.go", None, {})
     assert request is not None
     assert call_of(request).settings["hook"](1) == 2

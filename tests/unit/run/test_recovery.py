@@ -89,7 +89,8 @@ def test_a_rebuild_that_failed_can_be_done_again(session, fails):
     with pytest.raises(HostLostError):
         rebuild(session)
     rebuild(session)
-    assert [pool.name for pool in session.pools] == pools and not session.unbuilt
+    assert [pool.name for pool in session.pools] == pools
+    assert not session.unbuilt
     hosts = {host.address for pool in [*session.pools, session.controller_pool] for host in pool.hosts}
     assert not hosts & backend.stopped
     assert set(backend.built) == {"a", "b", "c", CONTROLLER}
@@ -116,10 +117,13 @@ def test_pools_that_are_half_rebuilt_are_replaced_too(session, monkeypatch):
     backend.steps, backend.fails = 0, 2
     with pytest.raises(HostLostError):
         replace_lost(session, [moment])
-    assert backend.built["c"].hosts != second.hosts and session.unbuilt == {second.name}
+    assert backend.built["c"].hosts != second.hosts
+    assert session.unbuilt == {second.name}
     before = first.hosts
     assert replace_lost(session, [moment]) is moment
-    assert backend.built["c"].hosts == second.hosts and first.hosts == before and not session.unbuilt
+    assert backend.built["c"].hosts == second.hosts
+    assert first.hosts == before
+    assert not session.unbuilt
 
 
 def test_without_devices_the_pools_stay_known(session):
@@ -134,4 +138,5 @@ def test_without_devices_the_pools_stay_known(session):
         rebuild(session)
     backend.start_hosts = starts
     rebuild(session)
-    assert set(backend.built) == {"a", "b", "c", CONTROLLER} and not session.unbuilt
+    assert set(backend.built) == {"a", "b", "c", CONTROLLER}
+    assert not session.unbuilt
