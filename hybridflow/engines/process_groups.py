@@ -64,19 +64,16 @@ class _SharedGloo(c10d.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
-gloo_address = ""
-"""The machine's address, as its peers know it; set before the first group is made."""
+gloo_address = "127.0.0.1"
+"""Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
 
 
 @cache
 def _gloo_devices() -> list[Any]:
-    """One for each interface in `GLOO_SOCKET_IFNAME`, or that of `gloo_address`. Torch's default is the address that the
-    machine gives its own name, which peers may not reach (127.0.1.1)."""
+    """One for each interface in `GLOO_SOCKET_IFNAME`, or that of `gloo_address`."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create = c10d.ProcessGroupGloo.create_device
-    if names or gloo_address:
-        return [create(interface=name) for name in names] or [create(hostname=gloo_address)]
-    return [c10d.ProcessGroupGloo.create_default_device()]
+    return [create(interface=name) for name in names] or [create(hostname=gloo_address)]
 
 
 c10d.ProcessGroupGloo = _SharedGloo  # type: ignore[misc]  torch has no option for it
