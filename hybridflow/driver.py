@@ -40,13 +40,15 @@ def init(
     *,
     peer_timeout: float = 1800.0,
     collective_timeout: float = 600.0,
+    wait_for_devices: float = 0.0,
     time_sharing: bool = False,
     deterministic: bool = False,
 ) -> None:
     """Connect to the Ray cluster at `address` (or `RAY_ADDRESS`), or start a local one with `devices` logical devices.
 
     The first `ResourcePool` calls it if the driver does not. Timeouts in seconds: for results of other groups and for
-    building a group, including its checkpoint; and for a collective. With `time_sharing`, updates that the driver
+    building a group, including its checkpoint; for a collective; and for devices that the cluster lacks, at first or
+    after a machine was lost. With `time_sharing`, updates that the driver
     issues one right after the other run as in `together`, where they can. With `deterministic`, runs of a program on
     equal GPUs repeat bit for bit, more slowly, as on the CPU they always do (docs/gpus.md). Until `shutdown`, SIGTERM
     ends the driver as Ctrl-C does, with status 143, unless the user installed a handler. Errors: ConfigError when a
@@ -56,7 +58,7 @@ def init(
     if cell is not None and session is not None and cell.made_before(session.cells.get("")):
         replaced("the session")
         session.shutdown()
-    deadlines = Deadlines(peer_timeout, collective_timeout)
+    deadlines = Deadlines(peer_timeout, collective_timeout, wait_for_devices)
     session = Session.open(address=address, devices=devices, deadlines=deadlines, deterministic=deterministic)
     session.iterations.held.automatic = time_sharing
     if cell is not None:

@@ -64,6 +64,10 @@ class DivergenceError(HybridFlowError, ArithmeticError):
     """Training has diverged: too many optimizer steps in a row were skipped for numbers that are not finite."""
 
 
+class ReplicaError(HybridFlowError, ArithmeticError):
+    """Weights that data parallel ranks must hold alike differ."""
+
+
 class MismatchError(HybridFlowError, ArithmeticError):
     """Generation and training compute different policies from the same weights (`hf.Mismatch`)."""
 

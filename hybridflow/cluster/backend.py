@@ -22,10 +22,11 @@ CONTROLLER = "hybridflow"
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Timeouts in seconds: for inputs and peers, and for a collective."""
+    """Timeouts in seconds: for inputs and peers, for a collective, and for devices that the cluster lacks."""
 
     peers: float = 1800.0
     collective: float = 600.0
+    devices: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,11 @@ class SessionBackend(Protocol):
     iterations: Any
     channels: Any
 
-    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], Any]:
-        """One process for each device of each node, and their reservation; without nodes one process without a device.
+    def start_hosts(
+        self, pool: str, per_node: Sequence[int], nodes: Sequence[str] = ()
+    ) -> tuple[tuple[HostProcess, ...], Any]:
+        """One process for each device of each node, and their reservation; with `nodes`, which machines these are.
+        Without any node one process without a device.
 
         Errors: PlacementError when the cluster lacks the devices."""
         ...

@@ -25,13 +25,14 @@ from hybridflow.topology import RankGrid
 
 @dataclass
 class _Reserved:
-    """State shared by all slices of a pool: the host processes by device, the backend's reservation for them, and by
-    address what each process told `about` its device, or a reference to that."""
+    """State shared by all slices of a pool: the host processes by device, the backend's reservation for them, the names
+    of their `machines` if given, and by address what each process told `about` its device, or a reference to that."""
 
     session: Session
     name: str
     hosts: tuple[HostProcess, ...]
     reservation: Any
+    machines: tuple[str, ...] = ()
     shared: bool = False
     closed: bool = False
     about: dict[Any, Any] = field(default_factory=dict)
@@ -42,16 +43,26 @@ class ResourcePool:
 
     Groups on one pool take turns in call order; groups on different pools run at the same time.
 
-    `pool[0:4]` is a slice with the same host processes. On a local machine without CUDA, devices are logical. Errors:
-    PlacementError when the cluster lacks the devices.
+    `pool[0:4]` is a slice with the same host processes. On a local machine without CUDA, devices are logical. `nodes`
+    says which machine each node is: its host name, its address, or a label of Ray, `key=value`; by default nodes of
+    one size are in the order of their addresses. Errors: PlacementError when the cluster lacks the devices.
     """
 
-    def __init__(self, devices: Sequence[int] | int) -> None:
+    def __init__(self, devices: Sequence[int] | int, nodes: Sequence[str] = ()) -> None:
         per_node = [devices] if isinstance(devices, int) else list(devices)
         if not per_node or any(type(n) is not int or n < 1 for n in per_node):
             raise PlacementError(f"ResourcePool({devices!r}): give devices per node, like ResourcePool([8, 8]).")
+        named = not isinstance(nodes, str) and all(isinstance(node, str) and node for node in nodes)
+        plain = [node for node in nodes if "=" not in node] if named else []
+        if not named or (nodes and len(nodes) != len(per_node)) or len(plain) != len(set(plain)):
+            raise PlacementError(
+                f"ResourcePool({devices!r}, nodes={nodes!r}): name {len(per_node)} machines, each once, like nodes="
+                f"['10.0.0.1', '10.0.0.2']."
+            )
         assignment = Session.current().assignment
-        found = self._open(per_node) if assignment is None else self.over(assignment.nodes)
+        if nodes and assignment is not None:
+            raise PlacementError(f"nodes={list(nodes)}: this placement has devices of its own. Leave nodes out.")
+        found = self._open(per_node, tuple(nodes)) if assignment is None else self.over(assignment.nodes)
         self._reserved, self.members = found._reserved, found.members
 
     @classmethod
@@ -66,14 +77,14 @@ class ResourcePool:
         return found or cls._open(list(nodes), shared=True)
 
     @classmethod
-    def _open(cls, per_node: list[int], shared: bool = False) -> ResourcePool:
+    def _open(cls, per_node: list[int], machines: tuple[str, ...] = (), shared: bool = False) -> ResourcePool:
         session, cell = Session.current(), None if shared else current_cell()
         session.replace_earlier(cell)
         name = f"{session.name}-{uuid.uuid4().hex[:6]}"
-        hosts, reservation = session.backend.start_hosts(name, per_node)
+        hosts, reservation = session.backend.start_hosts(name, per_node, machines)
         if cell is not None:
             session.cells[name] = cell
-        pool = _part(_Reserved(session, name, hosts, reservation, shared), range(sum(per_node)))
+        pool = _part(_Reserved(session, name, hosts, reservation, machines, shared), range(sum(per_node)))
         session.pools.append(pool)
         if CONTROLLER not in session.groups:
             try:
@@ -140,7 +151,7 @@ class ResourcePool:
         whole = self.part(range(len(reserved.hosts)))
         per_node = list(whole.devices_of_nodes) if self is not session.controller_pool else []
         session.backend.stop_hosts(reserved.hosts, reserved.reservation)
-        reserved.hosts, reserved.reservation = session.backend.start_hosts(self.name, per_node)
+        reserved.hosts, reserved.reservation = session.backend.start_hosts(self.name, per_node, reserved.machines)
 
     def check_open(self) -> None:
         if self._reserved.closed:

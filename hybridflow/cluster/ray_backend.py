@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +17,8 @@ from typing import Any
 import ray
 import ray.exceptions
 import torch.distributed as dist
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridflow.cluster.backend import (
     CONTROLLER,
@@ -39,18 +38,17 @@ from hybridflow.cluster.host import Host
 from hybridflow.cluster.host_monitor import HostMonitor
 from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
-from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
+from hybridflow.cluster.liveness import listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
+from hybridflow.cluster.reservation import reserve, reserved_machines
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.cluster.startup import stage
 from hybridflow.cluster.weight_channels import WeightChannels
-from hybridflow.errors import PlacementError, WaitTimeoutError
+from hybridflow.errors import WaitTimeoutError
 from hybridflow.protocols.operation import Operation, operations
 
 logger = logging.getLogger(__name__)
-_PLACE_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
-_RETURN_SECONDS = 4.0
 RemoteHost = ray.remote(max_restarts=0, max_task_retries=0)(Host)
 
 
@@ -99,29 +97,35 @@ class RayBackend(SessionBackend):
         )
         return address, port
 
-    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], PlacementGroup | None]:
-        if not per_node:
-            host = self._start({"num_cpus": 0}, pool, 0, 0, False, 1)
+    def start_hosts(
+        self, pool: str, per_node: Sequence[int], nodes: Sequence[str] = ()
+    ) -> tuple[tuple[HostProcess, ...], PlacementGroup | None]:
+        if not per_node:  # on the driver's machine, with which it lives and dies
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            host = self._start({"num_cpus": 0, "scheduling_strategy": here}, pool, 0, 0, False, 1)
             processes = (HostProcess(host, host.address.remote()),)
             self.monitor.watch(pool, processes)
             return processes, None
-        reserved = self._reserve(per_node)
+        kind, deadlines = "GPU" if self.has_cuda else "CPU", self.deadlines
+        reserved = reserve(kind, per_node, nodes, self.started_ray, deadlines.devices, deadlines.peers)
         processes: tuple[HostProcess, ...] = ()
         try:
             with uninterrupted():
-                processes = self._hosts(pool, per_node, reserved)
+                processes = self._hosts(pool, per_node, reserved, bool(nodes))
         except BaseException:  # no pool knows them, and they would keep their devices
             self.stop_hosts(processes, reserved)
             raise
         return processes, reserved
 
-    def _hosts(self, pool: str, per_node: Sequence[int], reserved: PlacementGroup) -> tuple[HostProcess, ...]:
+    def _hosts(
+        self, pool: str, per_node: Sequence[int], reserved: PlacementGroup, named: bool
+    ) -> tuple[HostProcess, ...]:
         nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
-        machines = bundle_nodes(placement_group_table(reserved), ray.nodes(), len(per_node))
+        bundles, machines = zip(*reserved_machines(reserved, per_node, named), strict=True)
         device = {"num_cpus": 0, "num_gpus": 1} if self.has_cuda else {"num_cpus": 1, "num_gpus": 0}
         hosts = []
         for rank, node in enumerate(nodes):
-            where = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
+            where = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundles[node])
             options = {**device, "scheduling_strategy": where}
             threads = self._threads(machines[node]["Resources"], len(nodes))
             hosts.append(self._start(options, pool, rank, len(nodes), self.has_cuda, threads))
@@ -180,38 +184,6 @@ class RayBackend(SessionBackend):
                 ray.kill(host.handle)
             if reserved is not None:
                 remove_placement_group(reserved)
-
-    def _reserve(self, per_node: Sequence[int]) -> PlacementGroup:
-        """A placement group with one bundle per node, after checking that it can be placed."""
-        kind = "GPU" if self.has_cuda else "CPU"
-        wanted, total = sum(per_node), int(ray.cluster_resources().get(kind, 0))
-        asked = f"ResourcePool({list(per_node)}) asks for {wanted} devices ({kind}s)"
-        logical = self.started_ray and kind == "CPU"
-        if wanted > total:
-            larger = f", or open the session with hybridflow.init(devices={wanted})."
-            more = larger if logical else " or add nodes to the cluster."
-            raise PlacementError(f"{asked}, the cluster has {total}. Make the pool smaller{more}")
-        if (free := _free(kind, wanted)) < wanted:
-            raise PlacementError(f"{asked}, {free} of the cluster's {total} are free. Close a pool or share this one.")
-        nodes = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
-        largest = zip(nodes, sorted(per_node, reverse=True), strict=False)
-        if not logical and (len(nodes) < len(per_node) or any(there < asks for there, asks in largest)):
-            raise PlacementError(f"{asked} on {len(per_node)} nodes, the cluster's nodes have {nodes}.")
-        bundles = [{kind: float(count)} for count in per_node]
-        placement = placement_group(bundles, strategy="PACK" if logical or len(per_node) == 1 else "STRICT_SPREAD")
-        limit = min(_PLACE_SECONDS, self.deadlines.peers)
-        try:
-            there = placement.wait(timeout_seconds=min(NOTICE_SECONDS, limit))
-            if not there and limit > NOTICE_SECONDS:
-                logger.warning("%s: the cluster has not placed them in %g s", asked, NOTICE_SECONDS)
-                there = placement.wait(timeout_seconds=limit - NOTICE_SECONDS)
-        except BaseException:  # Ctrl-C
-            remove_placement_group(placement)
-            raise
-        if not there:
-            remove_placement_group(placement)
-            raise PlacementError(f"{asked}; the cluster did not place them within {limit:g} s.")
-        return placement
 
     def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
         return operations(worker_class)
@@ -318,18 +290,6 @@ class RayBackend(SessionBackend):
         ]
 
 
-def bundle_nodes(table: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], bundles: int) -> list[Mapping[str, Any]]:
-    """The node of each bundle of a placement group, from Ray's two tables. Errors: PlacementError when one died since
-    the group was placed: it is in neither table, or without resources."""
-    alive, placed = {node["NodeID"]: node for node in nodes if node["Alive"]}, table.get("bundles_to_node_id", {})
-    if lost := [bundle for bundle in range(bundles) if placed.get(bundle) not in alive]:
-        raise PlacementError(
-            f"the machines of nodes {lost} of a pool of {bundles} died while its host processes were being started: "
-            f"make the pool again."
-        )
-    return [alive[placed[bundle]] for bundle in range(bundles)]
-
-
 def _building(ranks: RankGroup) -> str:
     """The stage in which a group is built."""
     if ranks.name == CONTROLLER:
@@ -337,11 +297,3 @@ def _building(ranks: RankGroup) -> str:
     parts = ["loading weights"] * (ranks.settings.get("model") is not None)
     parts += ["starting vLLM"] * (ranks.settings.get("generate") is not None)
     return f"{ranks.name}: {', '.join(parts) or 'starting'}"
-
-
-def _free(kind: str, wanted: int) -> int:
-    """Number of free devices; those of a just closed pool return after a moment."""
-    end = time.monotonic() + _RETURN_SECONDS
-    while (free := int(ray.available_resources().get(kind, 0))) < wanted and time.monotonic() < end:
-        time.sleep(0.05)
-    return free

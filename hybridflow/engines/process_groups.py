@@ -10,9 +10,10 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -61,10 +62,28 @@ class _SharedGloo(c10d.ProcessGroupGloo):
         options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  the stubs lack these names
         options._devices, options._timeout = _gloo_devices(), timeout
         options._threads = 2 * len(options._devices)
+        before = set(_descriptors())
         super().__init__(store, rank, size, options)
+        if gloo_address != _LOOPBACK:
+            for descriptor in set(_descriptors()) - before:
+                _end_with_machine(descriptor)
 
 
-gloo_address = "127.0.0.1"
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")] if os.path.isdir("/proc/self/fd") else []
+
+
+def _end_with_machine(descriptor: int) -> None:
+    """Have a connection fail soon after its other machine vanished: a collective would wait for its deadline."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it may be a file
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _GONE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+_LOOPBACK = "127.0.0.1"
+_GONE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}  # 9 s without an answer
+gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
 
 

@@ -168,9 +168,9 @@ class TraceBackend(SessionBackend):
 
     # Groups
 
-    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], None]:
-        nodes = [node for node, count in enumerate(per_node or (1,)) for _ in range(count)]
-        return tuple(HostProcess(NoHost(), node=node) for node in nodes), None
+    def start_hosts(self, pool: str, per_node: Sequence[int], *_: Any) -> tuple[tuple[HostProcess, ...], None]:
+        numbers = [node for node, count in enumerate(per_node or (1,)) for _ in range(count)]
+        return tuple(HostProcess(NoHost(), node=node) for node in numbers), None
 
     def place(self, worker_class: type, pool: Any, settings: Mapping[str, Any], name: str, grid: Any) -> RankGroup:
         """A group of one rank, without a place; unless this `checks`, its `model` may be anything."""

@@ -28,6 +28,7 @@ from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG, check_adapters, check_injection, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
+from hybridflow.engines.replicas import check_replicas
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
@@ -389,6 +390,14 @@ class ModelWorker(Worker):
             (layout, storage), rank = engine.exact_weights(), self.context.rank
             save_checkpoint(path, layout, storage, like=self._beside, group=group, rank=rank, dtypes=dtypes)
         return str(path)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def check_replicas(self) -> None:
+        """Compare the weights of data parallel ranks, as every checkpoint of a trained group does.
+
+        Errors: ReplicaError that names the tensor and the rank (`engines.replicas`)."""
+        with self.resident():
+            check_replicas(self.context, self.engine.layout(), self.engine.storage())
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, beside
 from hybridflow.engines.checkpoint.rank_state import Kinds, RankFile, SavedTensors, StateWriter, report_file
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.replicas import check_replicas
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.engines.worker_spec import WorkerSpec, spec_of
 from hybridflow.errors import CheckpointError, ConfigError
@@ -162,13 +163,15 @@ class Worker:
         """Take a snapshot and begin to write it to an unfinished checkpoint: the optimizer's state, or with `settings`
         the weights of a group that does not train. Returns the group's entry, without files.
 
-        Errors: CheckpointError while the snapshot before is still being written.
+        Errors: CheckpointError while the snapshot before is still being written; ReplicaError, see `check_replicas`.
         """
         rank, root = self.context.rank, Path(directory)
         if self._writer is None:
             self._writer = StateWriter(rank, self.context.device)
         with self.resident() if self.has_tensors else nullcontext():
             kinds, counters = self._kinds(settings) if self.has_tensors else ({}, None)
+            if counters is not None and (engine := self.optimizing_engine()) is not None:
+                check_replicas(self.context, engine.layout(), engine.storage())
             beside = {f"{folder}/{beside_name(name)}": content for name, content in self.beside().items()}
             extra = {root / name: content for name, content in beside.items()} if not rank else {}
             file = RankFile(root / rank_file(folder, rank), report_file(root, folder, rank), id, extra)

@@ -80,13 +80,14 @@ def process_of(host: Any) -> int:
 
 
 def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str]) -> None:
-    devices, layout = int(options.get("devices", 2)), STRATEGIES[options.get("layout", "t2")]
+    devices, layout = [int(n) for n in options.get("devices", "2").split("+")], STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
-    hf.init(devices=6, peer_timeout=float(options.get("peers", 4 * deadline)), collective_timeout=deadline)
+    own_cluster = None if "RAY_ADDRESS" in os.environ else 6
+    hf.init(devices=own_cluster, peer_timeout=float(options.get("peers", 4 * deadline)), collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     elastic = "elastic" in options
-    pool = hf.ResourcePool([3 if elastic else devices])
+    pool = hf.ResourcePool([3] if elastic else devices)
     own = pool[:1] if elastic else pool
     streams, apart = "stream" in options or elastic, "rollout" in options
     generate = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=40 if streams else 6, seed=5, ignore_eos=streams))
@@ -125,6 +126,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
 
     def loop() -> None:
         for batch in checkpoints.resume(source):
+            print("nodes", *(host.node_name for host in (where or own).hosts), flush=True)
             print(f"iteration {checkpoints.done + 1} at {time.time():.2f}", flush=True)
             if not streams:
                 batch = rollout.generate_sequences(batch, n=2)

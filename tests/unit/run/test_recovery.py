@@ -40,7 +40,9 @@ class CountedHosts(SessionBackend):
         if self.steps == self.fails:
             raise HostLostError("a machine is gone")
 
-    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], None]:
+    def start_hosts(
+        self, pool: str, per_node: Sequence[int], nodes: Sequence[str] = ()
+    ) -> tuple[tuple[HostProcess, ...], None]:
         self._step()
         return tuple(HostProcess(None, next(self.numbers)) for _ in range(sum(per_node) or 1)), None
 
@@ -130,7 +132,7 @@ def test_without_devices_the_pools_stay_known(session):
     backend = placed(session)
     starts = backend.start_hosts
 
-    def full(pool: str, per_node: Sequence[int]) -> Any:
+    def full(*given: Any) -> Any:
         raise PlacementError("no devices")
 
     backend.start_hosts = full

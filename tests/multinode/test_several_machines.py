@@ -1,0 +1,126 @@
+"""Runs over several machines, made of namespaces: any names, the same figures, a machine that is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import tiny_models
+from tests.multinode.machines import Machines, missing
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := missing()), reason=why or "it can")]
+DRIVER = str(Path(__file__).parents[1] / "integration" / "resuming_driver.py")
+COLLECTIVE = """
+import socket, torch, torch.distributed as dist
+import hybridflow as hf
+class Sum(hf.Worker):
+    @hf.register(hf.ONE_TO_ALL)
+    def total(self):
+        x = torch.ones(3)
+        dist.all_reduce(x, group=self.context.groups.everyone())
+        return x.sum().item(), socket.gethostname()
+hf.init(collective_timeout=40, peer_timeout=60)
+print(sorted(hf.place(Sum, hf.ResourcePool([1, 1])).total().get()))
+hf.shutdown()
+"""
+
+
+@pytest.mark.parametrize("names", ["debian", "none"])
+def test_machines_need_not_know_their_names(tmp_path, names):
+    (tmp_path / "driver.py").write_text(COLLECTIVE)
+    with Machines(tmp_path, 2, names) as machines:
+        done = machines.run(1, ["python", "driver.py"], timeout=150)
+    assert "[(6.0, 'node1'), (6.0, 'node2')]" in done.stdout, done.stdout[-4000:]
+
+
+class Runs:
+    """Runs of `resuming_driver.py` on machine 1 of a cluster, in directories that all machines share."""
+
+    def __init__(self, machines: Machines) -> None:
+        self.machines, self.shared = machines, machines.shared
+        tiny_models.make_policy(self.shared / "policy")
+        lines = [json.dumps({"prompt": text}) + "\n" for text in ("abc", "x y", "kd", "ab", "c z", "pq", "hello", "ok")]
+        (self.shared / "prompts.jsonl").write_text("".join(lines))
+
+    def command(self, name: str, steps: int, **options: Any) -> list[str]:
+        (self.shared / name).mkdir()
+        words = [f"{key}={value}" for key, value in options.items()]
+        return ["python", "-u", DRIVER, name, "policy", "prompts.jsonl", str(steps), *words]
+
+    def run(self, name: str, steps: int, **options: Any) -> Path:
+        done = self.machines.run(1, self.command(name, steps, **options))
+        assert done.returncode == 0, done.stdout[-5000:]
+        return self.shared / name
+
+    def disturbed(self, name: str, steps: int, how: str, **options: Any) -> Path:
+        """A run in which a machine of the rollout, not the driver's, is lost in iteration 3."""
+        command = self.machines.command(1, self.command(name, steps, **options))
+        said, used, lost, step = list[str](), [""], 0, 0
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+            assert driver.stdout is not None
+            for line in driver.stdout:
+                said.append(f"{time.strftime('%T')} {line}")
+                step = int(line.split()[1]) if line.startswith("iteration") else step
+                used = line.split()[1:] if line.startswith("nodes") else used
+                if step == 3 and not lost:
+                    lost = int(next(node for node in used if node != "node1").removeprefix("node"))
+                    said.append(f"{time.strftime('%T')} machine {lost}: {how}\n")
+                    self.machines.kill(lost) if how == "killed" else self.machines.link(lost, "down")
+        (self.shared / name / "log.txt").write_text("".join(said))
+        if how == "link down":
+            self.machines.kill(lost)
+        self.machines.start(lost)
+        assert driver.returncode == 0, "".join(said[-60:])
+        return self.shared / name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[Runs]:
+    with Machines(tmp_path_factory.mktemp("shared"), 3) as machines:
+        yield Runs(machines)
+
+
+@pytest.fixture(scope="module")
+def one_machine(runs) -> Path:
+    return runs.run("one", 5, layout="d2", record=1)
+
+
+def check_equal(run: Path, other: Path) -> None:
+    """Figures, rows and trained parameters are the same, bit for bit."""
+
+    def records(path: Path) -> dict[int, Any]:
+        return {line["step"]: line for line in map(json.loads, (path / "record.jsonl").read_text().splitlines())}
+
+    assert records(run) == records(other)
+    weights, others = (load_file(path / "model" / "model.safetensors") for path in (run, other))
+    assert all(weights[name].equal(others[name]) for name in weights)
+
+
+def test_two_machines_train_as_one(runs, one_machine):
+    check_equal(runs.run("two", 5, layout="d2", devices="1+1", record=1), one_machine)
+
+
+@pytest.mark.parametrize("how", ["killed", "link down"])
+def test_a_lost_machine_is_replaced_by_a_spare_one(runs, one_machine, how):
+    """It has a rank of every group. The run continues from its checkpoint, on machines that are there."""
+    options = {"layout": "d2", "devices": "1+1", "record": 1, "retry": 1, "every": 1}
+    run = runs.disturbed(f"lost {how}", 5, how, **options)
+    assert "restart 1 of 3" in (run / "log.txt").read_text()
+    check_equal(run, one_machine)
+
+
+@pytest.mark.parametrize("how", ["killed", "link down"])
+def test_a_lost_machine_that_only_generates_costs_no_training(runs, how):
+    """There is no checkpoint to go back to: the iteration that was under way is done again."""
+    options = {"layout": "d2", "devices": "2", "record": 1, "retry": 1, "every": 100, "rollout": 1}
+    run = runs.disturbed(f"rollout {how}", 5, how, **options)
+    lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4, 5]
+    assert "placed on new hosts" in (run / "log.txt").read_text()
