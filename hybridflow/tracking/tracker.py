@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -27,13 +28,13 @@ from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import Tokenizer, TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.settings import by_name, local_path
+from hybridflow.settings import by_name, is_number, local_path
 from hybridflow.tracking.console import RunDisplay
-from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
+from hybridflow.tracking.kept_files import KeptFiles, as_document, as_line, checked_state
 from hybridflow.tracking.live_plot import LivePlot, drawn_curve
 from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
 from hybridflow.tracking.report.record import EventRecorder
-from hybridflow.tracking.report.run_files import RunFiles, is_number
+from hybridflow.tracking.report.run_files import RunFiles
 from hybridflow.tracking.run_lock import RunLock
 from hybridflow.tracking.sample_rows import loading, sample_rows, sampled
 
@@ -202,7 +203,8 @@ class Tracker:
         with self._lock:
             self.flush(step)
             step = self._step if step is None else step
-            return RunState(self._run, step, time.perf_counter() - self._start, self._notes).as_json()
+            state = {"run": self._run, "step": step, "seconds": time.perf_counter() - self._start, "notes": self._notes}
+            return json.loads(as_document(state), parse_constant=lambda _: None)  # JSON has no NaN
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue the run after the step of `state`, in the same files; discards the iteration that is pending.
@@ -210,24 +212,23 @@ class Tracker:
         Lines of later steps, of a part of the run that was lost, go to `metrics.<n>.jsonl` and so on. Can be called
         again, and after `finish`. Errors: ConfigError when it is not a state; the tracker is then unchanged.
         """
-        saved = RunState.read(state)
+        self._run, step, seconds, self._notes = checked_state(state)
         self._owner.take()
-        self._run, self._notes = saved.run, saved.notes
-        self._step = self._resumed = self._logged = saved.step
+        self._step = self._resumed = self._logged = step
         for plot in self._plots:
-            plot.forget(saved.step)
+            plot.forget(step)
         self._closed = False
         self._pending.clear()
         self._samples.clear()
         self._last = time.perf_counter()
-        self._start = self._last - saved.seconds
+        self._start = self._last - seconds
         if self._recorder is not None:
-            self._recorder.forget(saved.step)
+            self._recorder.forget(step)
         notes = as_document(self._notes) if self._notes else b""
         if Session.replay is None:  # whose files begin with the steps that are replayed
-            self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""})
+            self._files.rewind(step, {"notes.json": notes, "reward.png": b""})
         for thread in self._threads:
-            thread.put("open", self.directory, saved.run, saved.step)
+            thread.put("open", self.directory, self._run, step)
         self._register()
 
     def finish(self) -> None:

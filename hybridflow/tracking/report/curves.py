@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.tracking.report.run_files import RunFiles, is_number, rounded
+from hybridflow.settings import is_number
+from hybridflow.tracking.report.run_files import RunFiles, rounded
 
 Point = tuple[float, float]
 _BUDGET, _CHARACTERS, _TOKENS = 6_000_000, 20_000, 4_096

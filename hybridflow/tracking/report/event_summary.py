@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from hybridflow.tracking.report.run_files import RunFiles, is_number, rounded
+from hybridflow.settings import is_number
+from hybridflow.tracking.report.run_files import RunFiles, rounded
 
 Interval = tuple[float, float]
 KINDS = ("call", "transfer", "wait", "switch", "stage")  # the last two are parts of a call

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.settings import is_number
 from hybridflow.tracking.kept_files import replace_file
 from hybridflow.tracking.report.curves import curves, shown_samples
 from hybridflow.tracking.report.event_summary import EventSummary
 from hybridflow.tracking.report.limits import find_limits
-from hybridflow.tracking.report.run_files import RunFiles, is_number
+from hybridflow.tracking.report.run_files import RunFiles
 
 _SCRIPTS = ("page_elements.js", "page_curves.js", "page_timeline.js", "page_samples.js", "page.js")
 _CURVE_POINTS, _MOST_MARKS = 40_000, 2_000
