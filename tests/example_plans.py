@@ -126,7 +126,7 @@ def fits(problem: Costs, plan: ExecutionPlan) -> bool:
     """No device is fuller than it may be, with the least KV cache that generation can do with."""
     active = [0.0] * problem.cluster.size
     for call in problem.calls:
-        more = problem.active(call.name, plan[call.name], plan[problem.homes[call.group]])
+        more = problem.added(call.name, plan[call.name], plan[problem.homes[call.group]]).active
         for device in plan[call.name].mesh.devices:
             active[device] = max(active[device], more)
     used = zip(problem.kept(plan), active, problem.capacity, strict=True)

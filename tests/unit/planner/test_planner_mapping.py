@@ -95,7 +95,7 @@ def choices(problem: Costs, members: Sequence[str], mesh: Mesh) -> np.ndarray:
             home = CallPlan(mesh, sizes)
             for call in problem.graph.of_group(group):
                 here = CallPlan(mesh, generate) if call.kind == "generation" else home
-                active = max(active, costs.active(call.name, here, home))
+                active = max(active, costs.added(call.name, here, home).active)
                 if call.kind == "generation":
                     seconds[0] += problem.generation(call, here, static).seconds + costs.reallocation(group, home, here)
                 else:

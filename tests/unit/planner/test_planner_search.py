@@ -90,7 +90,7 @@ def choices_of(problem: Costs, members: Sequence[str], mesh: Mesh):
                     problem.generation(call, here, static).seconds if generates else costs.cost(call.name, here).seconds
                 )
                 seconds[stage] += took + costs.reallocation(group, home, here)
-                active = max(active, costs.active(call.name, here, home))
+                active = max(active, costs.added(call.name, here, home).active)
         if static + active <= min(problem.capacity):
             found.append(seconds)
     values = np.array(found).reshape(-1, 3)
