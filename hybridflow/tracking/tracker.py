@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,7 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
-from hybridflow.data.tokenizer import Tokenizer, TokenizerLike
+from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.settings import by_name, is_number, local_path
 from hybridflow.tracking.console import RunDisplay
@@ -36,10 +36,11 @@ from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metri
 from hybridflow.tracking.report.record import EventRecorder
 from hybridflow.tracking.report.run_files import RunFiles
 from hybridflow.tracking.run_lock import RunLock
-from hybridflow.tracking.sample_rows import loading, sample_rows, sampled
 
 logger = logging.getLogger(__name__)
 _KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
+_PER_ROW = ("prompt", "response", "answer", "rewards", "costs", "finished", "turns", "stop")
+_PER_TOKEN = ("log_probs", "advantages", "policy_version", "turn_ids")
 _FEW_END = 0.05
 """Share of responses that end by themselves, below which their rewards are doubtful."""
 _FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
@@ -162,8 +163,10 @@ class Tracker:
         if isinstance(samples, Batch | BatchRef):
             with self._lock:
                 if self._step == 1 or self._step % max(every, 1) == 0:
-                    reader = None if tokenizer is None else loading(tokenizer)
-                    self._samples.append((self._step, title, sampled(samples, rows, columns), reader))
+                    usual = (*_PER_ROW, *_PER_TOKEN, "group_id", "response_ids")
+                    names = list(dict.fromkeys([*(name for name in usual if name in samples), *columns]))
+                    reader = None if tokenizer is None else _loading(tokenizer)
+                    self._samples.append((self._step, title, samples.select(names)[: max(rows, 0)], reader))
             return
         self._append_samples(self._step, title, samples)
         if self._display is not None:
@@ -287,7 +290,7 @@ class Tracker:
             self._write(found, number, metrics[0])
         while self._samples and self._samples[0][0] <= step:
             at, title, batch, reader = self._samples.pop(0)
-            self._append_samples(at, title, sample_rows(batch, None if reader is None else reader.result()))
+            self._append_samples(at, title, _sample_rows(batch, None if reader is None else reader.result()))
 
     def _write(self, metrics: dict[str, float], step: int, stages: Metrics) -> None:
         now = time.perf_counter()
@@ -391,3 +394,37 @@ class Tracker:
 def _failed() -> bool:
     """Whether an exception, including Ctrl-C, has ended the program or is propagating."""
     return getattr(sys, "last_value", None) is not None or sys.exc_info()[1] is not None
+
+
+def _loading(given: TokenizerLike) -> Future[Tokenizer]:
+    """The tokenizer, read in a thread: importing its library takes seconds. Errors of the future: as `as_tokenizer`."""
+    pool = ThreadPoolExecutor(1, "tokenizer")
+    found = pool.submit(as_tokenizer, given)
+    pool.shutdown(wait=False)
+    return found
+
+
+def _sample_rows(batch: Batch | BatchRef, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """One object per row, for `samples.jsonl`; waits for a batch by reference.
+
+    `group` numbers the prompts of the batch; `tokens` are the texts of the response's tokens, with a tokenizer.
+    Errors: WorkerError of the call that failed.
+    """
+    rows = (batch.get() if isinstance(batch, BatchRef) else batch).to_dicts()
+    groups: dict[int, int] = {}
+    out = []
+    for number, row in enumerate(rows):
+        ids = row.pop("response_ids", None)
+        group = groups.setdefault(row.pop("group_id", number), len(groups))
+        tokens = {"tokens": [tokenizer.raw.decode([one]) for one in ids]} if tokenizer and ids is not None else {}
+        out.append({"group": group, **{name: _short(value) for name, value in row.items()}, **tokens})
+    return out
+
+
+def _short(value: Any) -> Any:
+    """Numbers with six digits: float32 has no more. JSON has no NaN: None."""
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -87,7 +87,7 @@ def _run_data(files: RunFiles) -> dict[str, Any]:
         "roles": run.get("roles"),
         "plan": seconds if is_number(seconds) else None,
         "devices": events.devices(),
-        "memory": events.memory(),
+        "memory": events.memory,
         "calls": events.calls(),
         "marks": events.marks[:_MOST_MARKS],
         "marks_of": len(events.marks),
