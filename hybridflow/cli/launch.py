@@ -18,21 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hybridflow import errors
 from hybridflow.cli.command_line import HELP, help_text, read_settings
 from hybridflow.cluster.startup import is_shown, listening, stage
-from hybridflow.errors import (
-    BatchError,
-    CheckpointError,
-    ConfigError,
-    HybridFlowError,
-    ModelError,
-    PlacementError,
-    PromptError,
-    WorkerError,
-)
+from hybridflow.errors import ConfigError, HybridFlowError, WorkerError
 from hybridflow.settings import local_path
 
-CONFIGURATION = (ConfigError, PlacementError, ModelError, PromptError, CheckpointError, BatchError)
+CONFIGURATION = (ConfigError, errors.PlacementError, errors.ModelError, errors.PromptError)
+CONFIGURATION += (errors.CheckpointError, errors.BatchError)
 """Errors of a run's arguments and files, unless a worker raised them or an iteration was done."""
 STATUS = 2
 _KEPT = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "events": "events.jsonl", "settings": "config.yaml"}
