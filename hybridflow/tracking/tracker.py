@@ -32,7 +32,7 @@ from hybridflow.settings import by_name, is_number, local_path
 from hybridflow.tracking.console import RunDisplay
 from hybridflow.tracking.kept_files import KeptFiles, as_document, as_line, checked_state
 from hybridflow.tracking.live_plot import LivePlot, drawn_curve
-from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
+from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, resolve
 from hybridflow.tracking.report.record import EventRecorder
 from hybridflow.tracking.report.run_files import RunFiles
 from hybridflow.tracking.run_lock import RunLock
@@ -257,7 +257,8 @@ class Tracker:
         """`finish` at program exit: logs errors; does not wait if the program failed."""
         if self._closed:
             return
-        if _failed() and not all(is_there(part) for metrics, _ in self._pending for part in metrics):
+        pending = (part for metrics, _ in self._pending for part in metrics)
+        if _failed() and not all(getattr(part, "done", lambda: True)() for part in pending):
             logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
             self._pending.clear()
             self._samples.clear()
