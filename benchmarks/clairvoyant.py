@@ -43,7 +43,7 @@ class _Branch:
     def earliest(self) -> float:
         """Seconds before which it does not end: the largest actor trains the rest."""
         state, speeds = self.simulation.state, self.simulation.state.speeds
-        tokens = sum(minibatch.tokens for minibatch in self.simulation.queue)
+        tokens = sum(tokens for tokens, _ in self.simulation.queue)
         rest = (state.minibatches - state.done) * speeds.train + tokens * speeds.train_per_token / state.actor.most
         return self.simulation.now + rest
 
@@ -183,7 +183,7 @@ def _ended(branch: _Branch) -> float:
         if state.done == state.minibatches:
             _act(last, [Finalize()])
         elif simulation.finished_rows == state.rows and simulation.trained_at is None:
-            tokens = sum(minibatch.tokens for minibatch in simulation.queue)
+            tokens = sum(tokens for tokens, _ in simulation.queue)
             (to,) = splits_of(state, [0])
             saved = tokens * state.speeds.train_per_token * (1 / max(1e-9, actor.instances) - 1 / to.actor)
             if saved > 2 * state.speeds.resize and to.actor > actor.instances:

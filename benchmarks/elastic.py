@@ -43,8 +43,7 @@ from hybridflow.planner.elastic import gain
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulation import ElasticRun, best_static, simulate_elastic
-from hybridflow.planner.elastic.state import Policy, Speeds
-from hybridflow.planner.elastic.transitions import Switch
+from hybridflow.planner.elastic.state import Policy, Speeds, Switch
 
 HOSTS = 4
 SIZES = (1, 2, 4)  # of the actor

@@ -25,8 +25,7 @@ import hybridflow as hf
 from hybridflow.engines.megatron.messages import StageMessages
 from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch
-from hybridflow.planner.pipeline.schedule import Schedule, Work, one_f_one_b
-from hybridflow.planner.pipeline.schedule_simulation import simulate
+from hybridflow.planner.pipeline.schedule import Schedule, Work, one_f_one_b, simulate
 from hybridflow.planner.pipeline.shared_schedule import together
 from hybridflow.topology import RankGrid
 

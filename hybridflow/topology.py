@@ -45,6 +45,12 @@ def check_sizes(owner: str, **sizes: object) -> None:
             raise PlacementError(f"{owner} {name}={size!r} must be a whole number of at least 1.")
 
 
+def even_bounds(rows: int, parts: int) -> list[int]:
+    """[parts + 1]: where each of `parts` contiguous ranges begins; sizes differ by at most one, larger ones first."""
+    small, larger = divmod(rows, parts)
+    return [part * small + min(part, larger) for part in range(parts + 1)]
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
+
+import numpy as np
 
 from benchmarks.dataflows import grpo, ppo
 from hybridflow.errors import PlacementError
@@ -13,8 +17,9 @@ from hybridflow.planner.cost.call_cost import CallCost
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
+from hybridflow.planner.describe.constraints import Apart, Cap, Together
 from hybridflow.planner.describe.graph import Graph
-from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, generation_sizes, strategies
 from hybridflow.planner.describe.workload import Workload
 
 
@@ -126,7 +131,7 @@ def fits(problem: Costs, plan: ExecutionPlan) -> bool:
     """No device is fuller than it may be, with the least KV cache that generation can do with."""
     active = [0.0] * problem.cluster.size
     for call in problem.calls:
-        more = problem.active(call.name, plan[call.name], plan[problem.homes[call.group]])
+        more = problem.added(call.name, plan[call.name], plan[problem.homes[call.group]]).active
         for device in plan[call.name].mesh.devices:
             active[device] = max(active[device], more)
     used = zip(problem.kept(plan), active, problem.capacity, strict=True)
@@ -148,3 +153,30 @@ def obeys(problem: Costs, plan: ExecutionPlan) -> bool:
     if not all(plan[name].within(plan[home]) for name, home in problem.hybrid):
         return False
     return all(len({*meshes[pair.first], *meshes[pair.second]}) == 1 for pair in problem.rules.together)
+
+
+def stage_choices(problem: Costs, members: Sequence[str], mesh: Mesh) -> np.ndarray:
+    """[choices, 3] Stage seconds of each combination of layouts that fits."""
+    costs, found, each = problem, [], []
+    node = math.gcd(*problem.cluster.counts(mesh.devices).values())
+    for group in members:
+        rules = [c for c in problem.constraints if not isinstance(c, Apart | Together) and c.group == group]
+        capped = any(isinstance(c, Cap) and mesh.size > c.devices for c in rules)
+        homes = [] if capped else strategies(problem.graph.models[group], mesh.size, node)
+        both = len({call.kind == "generation" for call in problem.graph.of_group(group)}) == 2
+        each.append([(group, home, own) for home in homes for own in (generation_sizes(home) if both else [home])])
+    for chosen in product(*each):
+        static = sum(costs.static(group, CallPlan(mesh, home)) for group, home, _ in chosen)
+        seconds, active = [0.0, 0.0, 0.0], 0.0
+        for group, sizes, generate in chosen:
+            home = CallPlan(mesh, sizes)
+            for call in problem.graph.of_group(group):
+                here = CallPlan(mesh, generate) if call.kind == "generation" else home
+                active = max(active, costs.added(call.name, here, home).active)
+                if call.kind == "generation":
+                    seconds[0] += problem.generation(call, here, static).seconds + costs.reallocation(group, home, here)
+                else:
+                    seconds[2 if call.kind == "training" else 1] += costs.cost(call.name, here).seconds
+        if static + active <= min(problem.capacity[device] for device in mesh.devices):
+            found.append(seconds)
+    return np.array(found).reshape(-1, 3)

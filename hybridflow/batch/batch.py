@@ -262,8 +262,9 @@ class Batch:
         return cls._of(kinds.columns_from_dicts(records), len(records))
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """One dict of plain Python values per row."""
-        return kinds.dicts_from_columns(self._columns, self._rows)
+        """One dict of plain Python values (numbers, lists, objects) per row."""
+        lists = {name: c if isinstance(c, list) else c.tolist() for name, c in self._columns.items()}
+        return [{name: values[row] for name, values in lists.items()} for row in range(self._rows)]
 
     # Python
 

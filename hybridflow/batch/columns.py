@@ -273,12 +273,6 @@ def columns_from_dicts(records: Sequence[Mapping[str, Any]]) -> dict[str, Column
     return {name: from_values([record[name] for record in records]) for name in names}
 
 
-def dicts_from_columns(columns: Mapping[str, Column], rows: int) -> list[dict[str, Any]]:
-    """One dict of plain Python values (numbers, lists, objects) per row."""
-    lists = {name: column if isinstance(column, list) else column.tolist() for name, column in columns.items()}
-    return [{name: values[row] for name, values in lists.items()} for row in range(rows)]
-
-
 def summary(columns: Mapping[str, Column], rows: int, chunk_rows: tuple[int, ...] | None) -> str:
     """One line per column: name, type, lengths or range of the numbers, and the first row."""
     chunks = f", chunks: {len(chunk_rows)}" if chunk_rows is not None else ""

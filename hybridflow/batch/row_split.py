@@ -17,15 +17,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import BatchError
+from hybridflow.topology import even_bounds
 
 Assignment = list[list[Tensor]]
 """[part][chunk] -> row indices int64, ascending."""
-
-
-def even_bounds(rows: int, parts: int) -> list[int]:
-    """[parts + 1]: where each of `parts` contiguous ranges begins; sizes differ by at most one, larger ones first."""
-    small, larger = divmod(rows, parts)
-    return [part * small + min(part, larger) for part in range(parts + 1)]
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 _CLOSE = 0.6
 _MOST_NAMED = 3
 _LEAST_LETTERS = 4  # of a word that is looked for in comments
-_HELP = ("-h", "--help")
-
-
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    return any(argument in _HELP for argument in arguments)
+HELP = {"-h", "--help"}
 
 
 def read_settings(*defaults: str, arguments: Sequence[str] = (), sections: Mapping[str, type] = SECTIONS) -> DictConfig:
@@ -47,11 +43,13 @@ def read_settings(*defaults: str, arguments: Sequence[str] = (), sections: Mappi
     comments = {name: about for text in defaults for name, about in _comments(text).items()}
     keys = {key: comments.get(key, "") for key, _ in _leaves(known)}
     for key, value in _pairs(arguments):
-        change = _read_file(value) if key == "config" else _read_value(key, value)
         try:
+            if key != "config":
+                _refuse_tags(value, f"{key}={value}")
+            change = _read_file(value) if key == "config" else OmegaConf.from_dotlist([f"{key}={value}"])
             _check(OmegaConf.to_container(change), known, "", keys)
             settings = OmegaConf.merge(settings, change)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"{key}={value}: {str(error).splitlines()[0]}.") from None
     return settings
 
@@ -85,14 +83,6 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not given or not key:
             raise ConfigError(f"{argument!r} is no setting: write key=value or --key value, like steps=100.")
         yield key, value
-
-
-def _read_value(key: str, value: str) -> DictConfig:
-    try:
-        _refuse_tags(value, f"{key}={value}")
-        return OmegaConf.from_dotlist([f"{key}={value}"])
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"{key}={value}: {str(error).splitlines()[0]}.") from None
 
 
 def _read_file(path: str) -> DictConfig:

@@ -18,25 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridflow.cli.command_line import asks_for_help, help_text, read_settings
+from hybridflow import errors
+from hybridflow.cli.command_line import HELP, help_text, read_settings
 from hybridflow.cluster.startup import is_shown, listening, stage
-from hybridflow.errors import (
-    BatchError,
-    CheckpointError,
-    ConfigError,
-    HybridFlowError,
-    ModelError,
-    PlacementError,
-    PromptError,
-    WorkerError,
-)
+from hybridflow.errors import ConfigError, HybridFlowError, WorkerError
 from hybridflow.settings import local_path
 
-CONFIGURATION = (ConfigError, PlacementError, ModelError, PromptError, CheckpointError, BatchError)
+CONFIGURATION = (ConfigError, errors.PlacementError, errors.ModelError, errors.PromptError)
+CONFIGURATION += (errors.CheckpointError, errors.BatchError)
 """Errors of a run's arguments and files, unless a worker raised them or an iteration was done."""
 STATUS = 2
 _KEPT = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "events": "events.jsonl", "settings": "config.yaml"}
-_MODEL = {"model": "model", "checkpoints": "checkpoints"}
+_KEPT |= {"model": "model", "checkpoints": "checkpoints"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
     if is_shown():  # by the program that started this one
         driver.run()
         return
-    if asks_for_help(arguments):
+    if HELP & {*arguments}:
         own = f"{inspect.cleandoc(driver.usage)}\n\nThe driver gets all arguments as they are.\n"
         print(help_text(driver.usage, *driver.defaults) if driver.defaults else own, end="")
         return
@@ -216,7 +209,7 @@ def _refuse(error: Exception, file: str) -> NoReturn:
 
 def _say_where(home: Path) -> None:
     """The files of a run that has ended, and its notes."""
-    lines = [f"  {what:<12} {home / name}" for what, name in (_KEPT | _MODEL).items() if (home / name).exists()]
+    lines = [f"  {what:<12} {home / name}" for what, name in _KEPT.items() if (home / name).exists()]
     try:
         notes = json.loads((home / "notes.json").read_text())
     except (OSError, ValueError):

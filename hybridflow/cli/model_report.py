@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,17 @@ def examine_model(directory: Path) -> Iterator[Finding]:
 
 
 def _of_config(spec: Decoder) -> Iterator[Finding]:
+    from hybridflow.engines.vllm.resolved import layer_windows
+
     own, config = isinstance(spec, ModelSpec), hf_config(spec.config)
     yield Finding("family", f"{spec.family}, of {'every backend' if own else 'FSDP and ZeRO'}, head {spec.head!r}")
     yield Finding("context", f"{spec.context} tokens")
     yield Finding("rope", str(getattr(config, "rope_parameters", None) or "none"))
-    yield Finding("windows", _windows(spec))
+    windows = layer_windows(spec)
+    counts = [f"{n} layers {f'of {size} tokens' if size else 'without'}" for size, n in Counter(windows or ()).items()]
+    window = f"sliding_window={getattr(config, 'sliding_window', None)}"
+    yield Finding("windows", window if windows is None else ", ".join(counts))
     yield Finding("tie", "output layer is the embeddings" if spec.tied else "output layer of its own")
-
-
-def _windows(spec: Decoder) -> str:
-    from hybridflow.engines.vllm.resolved import layer_windows
-
-    if (windows := layer_windows(spec)) is None:
-        return f"sliding_window={getattr(hf_config(spec.config), 'sliding_window', None)}"
-    counts = Counter(windows)
-    return ", ".join(f"{count} layers {f'of {size} tokens' if size else 'without'}" for size, count in counts.items())
 
 
 def _of_tokenizer(directory: Path) -> Iterator[Finding]:
@@ -70,17 +67,11 @@ def _of_tokenizer(directory: Path) -> Iterator[Finding]:
     template = None if raw is None else raw.chat_template
     shown = f"{len(template)} characters" if isinstance(template, str) else ", ".join(template or ()) or "none"
     yield Finding("template", "no tokenizer" if raw is None else shown)
-    yield _unread(directory, set() if raw is None else {str(name) for name in raw.vocab_files_names.values()})
-
-
-def _unread(directory: Path, vocabulary: set[str]) -> Finding:
-    """Files of the directory that no reader opens."""
-    try:
-        weights = {entry.file.name for entry in Checkpoint(directory).entries.values()}
-    except HybridFlowError:
-        weights = set[str]()  # the weights' own finding says why
+    opened = {*_READ, *(() if raw is None else map(str, raw.vocab_files_names.values()))}
+    with suppress(HybridFlowError):  # the weights' own finding says why
+        opened |= {entry.file.name for entry in Checkpoint(directory).entries.values()}
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
-    return Finding("unread files", ", ".join(sorted(names - vocabulary - weights - set(_READ))) or "none")
+    yield Finding("unread files", ", ".join(sorted(names - opened)) or "none")
 
 
 def _of_weights(directory: Path, spec: Decoder) -> Iterator[Finding]:

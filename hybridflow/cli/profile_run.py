@@ -190,6 +190,9 @@ class _Profiling:
         with self._group(t, d) as group:
             ranks = group.measure("passes", (((few, "lm"), (many, "lm"), (few, "value")), tokens))
         less, more, other = (_slowest(column) for column in zip(*ranks, strict=True))
+        for found in (less, more, other):
+            both = zip(found["both"], found["forward"], strict=True)
+            found["backward"] = [(n, max(_LEAST, total - forward)) for (n, total), (_, forward) in both]
         busy = _share(chain(*ranks), "busy update")
         self._add("update", t, [less["update"][0], more["update"][0]], d=d, busy=busy)
         at, one, two = (found["update"][0] for found in (other, less, more))
@@ -203,10 +206,12 @@ class _Profiling:
             for head, found in models:
                 layer, beside = [], []
                 for i, count in enumerate(tokens):
-                    one, two, own = (_seconds(of, kind, i) for of in (less, more, found))
+                    one, two, own = (of[kind][i][1] for of in (less, more, found))
                     each = max(_LEAST, (two - one) / (many - few))
                     layer.append((count, each))
-                    beside.append((_answers(count, self.amounts.length), own - few * each))
+                    whole, rest = divmod(count, self.amounts.length)  # rows of the probe, half of each is a response
+                    answers = whole * max(1, self.amounts.length // 2) + (max(1, rest // 2) if rest else 0)
+                    beside.append((answers, own - few * each))
                 self._add(kind, t, layer, head=head, busy=busy)
                 self._add(output, t, beside, head=head, busy=busy)
 
@@ -245,29 +250,17 @@ class _Profiling:
         # two models of few layers and one of many are on a device at once
         while many > few and (3 * self._elements(few) + each * (many - few)) / t * _BYTES > 0.6 * self.memory:
             many -= 1
-        if many == few:
-            return 0, 0
-        return few, many
+        return (few, many) if many > few else (0, 0)
 
     def _elements(self, layers: int) -> int:
         return replace(self.spec, layers=layers).num_parameters
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The non-decreasing sequence nearest to `values` (isotonic regression: neighbours that fall share their mean)."""
-    runs: list[tuple[float, int]] = []
-    for value in values:
-        runs.append((value, 1))
-        while len(runs) > 1 and runs[-2][0] > runs[-1][0]:
-            (a, n), (b, m) = runs[-2:]
-            runs[-2:] = [((a * n + b * m) / (n + m), n + m)]
-    return [value for value, count in runs for _ in range(count)]
+    """The non-decreasing sequence nearest to `values` (neighbours that fall share their mean)."""
+    from scipy.optimize import isotonic_regression  # takes a while to import
 
-
-def _seconds(found: Mapping[str, Points], kind: str, i: int) -> float:
-    """Seconds of a forward pass, or of a backward pass: both passes minus the forward pass."""
-    forward = found["forward"][i][1]
-    return forward if kind == "forward" else max(_LEAST, found["both"][i][1] - forward)
+    return isotonic_regression(values).x.tolist()
 
 
 def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
@@ -281,12 +274,6 @@ def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
 def _share(found: Iterable[Mapping[str, Points]], kind: str) -> float:
     """The mean share of busy time over all ranks."""
     return max(_LEAST, statistics.fmean(share for one in found for _, share in one[kind]))
-
-
-def _answers(tokens: int, length: int) -> int:
-    """Response tokens among `tokens`, as the probe makes its rows."""
-    whole, rest = divmod(tokens, length)
-    return whole * max(1, length // 2) + (max(1, rest // 2) if rest else 0)
 
 
 def known_device(name: str) -> str:

@@ -37,9 +37,9 @@ from hybridflow.planner.elastic.state import (
     Release,
     RunningGroup,
     State,
+    Switch,
     Wait,
 )
-from hybridflow.planner.elastic.transitions import Switch, placement, why
 from hybridflow.settings import require
 from hybridflow.streams.elastic_devices import ElasticDevices, NotResizedError
 from hybridflow.streams.replica_calls import RowReports
@@ -263,7 +263,7 @@ class ElasticStream(ReplicaStream):
             self._refused = True
             self._say(f"{error} Devices stay where they are in this iteration, and in each whose policy fails alike.")
         self.elastic.measured.took("look", time.monotonic() - start)
-        self._act(actions, error or why(state))
+        self._act(actions, error or str(state))
 
     def _say(self, text: str) -> None:
         """On the console, once."""
@@ -348,13 +348,13 @@ class ElasticStream(ReplicaStream):
             self._join(max(0, before.rollout.instances - len(self._live)))
         self._reports.forget()
         self._now = self._placed()
-        if placement(before) != placement(self._now):
+        if before.placement != self._now.placement:
             self._record(
                 Switch(
                     when=start - self._begun,
                     why=reason,
-                    origin=placement(before),
-                    target=placement(self._now),
+                    origin=before.placement,
+                    target=self._now.placement,
                     seconds=time.monotonic() - start,
                     rows=moved,
                 )

@@ -24,8 +24,7 @@ from hybridflow.driver import check_group, move_state
 from hybridflow.errors import ConfigError, HostLostError, HybridFlowError, PlacementError, add_outcome
 from hybridflow.planner.elastic.gain import POLICIES
 from hybridflow.planner.elastic.measured import Measured
-from hybridflow.planner.elastic.state import Component, Policy, State
-from hybridflow.planner.elastic.transitions import Switch
+from hybridflow.planner.elastic.state import Component, Policy, State, Switch
 from hybridflow.settings import require
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.placing import check_memory, ranks_on

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow.cluster import startup
+from hybridflow.settings import is_number
 from hybridflow.tracking.kept_files import as_document, replace_file
 
 logger = logging.getLogger(__name__)
@@ -58,20 +59,17 @@ class LastDurations:
 
     def __init__(self, path: Path, run: str) -> None:
         self.path, self.run = path, run
-        self.last = {name: float(value) for name, value in self._read().get(run, {}).items()}
+        self.last = self._read().get(run, {})
 
     def _read(self) -> dict[str, dict[str, float]]:
+        """By run; without what is damaged."""
         try:
             found = json.loads(self.path.read_text())
         except (OSError, ValueError):
             return {}
-
-        def are_durations(stages: Any) -> bool:
-            return isinstance(stages, dict) and all(type(s) in (int, float) and 0 <= s < 1e9 for s in stages.values())
-
-        return (
-            {run: stages for run, stages in found.items() if are_durations(stages)} if isinstance(found, dict) else {}
-        )
+        runs = {run: own for run, own in found.items() if isinstance(own, dict)} if isinstance(found, dict) else {}
+        good = {run for run, own in runs.items() if all(is_number(s) and 0 <= s < 1e9 for s in own.values())}
+        return {run: own for run, own in runs.items() if run in good}
 
     def write(self, seconds: dict[str, float]) -> None:
         """Keep the seconds of these stages for the next start; a file that cannot be written is left out."""

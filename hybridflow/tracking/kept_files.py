@@ -1,4 +1,4 @@
-"""KeptFiles: the files of a run; lines that cannot be written are kept for later. RunState: where a run continues."""
+"""KeptFiles: the files of a run; lines that cannot be written are kept for later."""
 
 from __future__ import annotations
 
@@ -10,52 +10,38 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.tracking.report.run_files import is_number
+from hybridflow.settings import is_number
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 1000  # lines in one write
 
 
-@dataclass(frozen=True)
-class RunState:
-    """Where a run continues: its id, the last step, seconds so far, and notes."""
-
-    run: str
-    step: int
-    seconds: float
-    notes: dict[str, Any]
-
-    @classmethod
-    def read(cls, state: Any) -> RunState:
-        """From `as_json`. Errors: ConfigError naming the first damaged part."""
-        if not isinstance(state, Mapping):
-            raise ConfigError(f"the tracker's state is a {type(state).__name__}: give what Tracker.state() has given.")
-        found: dict[str, Any] = {part: state.get(part) for part in _CHECKS}
-        for part in [part for part, is_right in _CHECKS.items() if not is_right(found[part])]:
-            raise ConfigError(
-                f"the tracker's state has {part}={found[part]!r:.80}, which Tracker.state() never gives: it is "
-                f"damaged. Use the state of another checkpoint."
-            )
-        return cls(found["run"], found["step"], float(found["seconds"]), dict(found["notes"]))
-
-    def as_json(self) -> dict[str, Any]:
-        notes = json.loads(as_document(self.notes), parse_constant=lambda _: None)  # JSON has no NaN
-        return vars(self) | {"notes": notes}
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
+_CHECKS: dict[str, Callable[[Any], bool]] = {  # the parts of a tracker's state
     "run": lambda found: isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) is not None,
     "step": lambda found: type(found) is int and 0 <= found < 2**62,
     "seconds": lambda found: is_number(found) and found >= 0,
     "notes": lambda found: isinstance(found, dict) and all(isinstance(name, str) for name in found),
 }
+
+
+def checked_state(state: Any) -> tuple[str, int, float, dict[str, Any]]:
+    """The run's id, its last step, seconds so far and notes of `Tracker.state`. Errors: ConfigError naming the first
+    damaged part."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"the tracker's state is a {type(state).__name__}: give what Tracker.state() has given.")
+    for part, is_right in _CHECKS.items():
+        if not is_right(found := state.get(part)):
+            raise ConfigError(
+                f"the tracker's state has {part}={found!r:.80}, which Tracker.state() never gives: it is damaged. "
+                f"Use the state of another checkpoint."
+            )
+    return state["run"], state["step"], float(state["seconds"]), dict(state["notes"])
 
 
 class KeptFiles:

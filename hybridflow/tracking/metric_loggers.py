@@ -252,9 +252,3 @@ def resolve(part: Metrics) -> dict[str, float]:
             raise ConfigError(f"the metric {name!r} is {value!r:.80}; tracker.log takes numbers.")
         out[str(name)] = float(plain)
     return out
-
-
-def is_there(part: Metrics) -> bool:
-    """Whether `get` returns without waiting; assumed for values that cannot tell."""
-    done = getattr(part, "done", None)
-    return done is None or bool(done())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -12,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,20 +26,21 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
-from hybridflow.data.tokenizer import Tokenizer, TokenizerLike
+from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.settings import by_name, local_path
+from hybridflow.settings import by_name, is_number, local_path
 from hybridflow.tracking.console import RunDisplay
-from hybridflow.tracking.kept_files import KeptFiles, RunState, as_document, as_line
+from hybridflow.tracking.kept_files import KeptFiles, as_document, as_line, checked_state
 from hybridflow.tracking.live_plot import LivePlot, drawn_curve
-from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
+from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, resolve
 from hybridflow.tracking.report.record import EventRecorder
-from hybridflow.tracking.report.run_files import RunFiles, is_number
+from hybridflow.tracking.report.run_files import RunFiles
 from hybridflow.tracking.run_lock import RunLock
-from hybridflow.tracking.sample_rows import loading, sample_rows, sampled
 
 logger = logging.getLogger(__name__)
 _KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
+_PER_ROW = ("prompt", "response", "answer", "rewards", "costs", "finished", "turns", "stop")
+_PER_TOKEN = ("log_probs", "advantages", "policy_version", "turn_ids")
 _FEW_END = 0.05
 """Share of responses that end by themselves, below which their rewards are doubtful."""
 _FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
@@ -161,8 +163,10 @@ class Tracker:
         if isinstance(samples, Batch | BatchRef):
             with self._lock:
                 if self._step == 1 or self._step % max(every, 1) == 0:
-                    reader = None if tokenizer is None else loading(tokenizer)
-                    self._samples.append((self._step, title, sampled(samples, rows, columns), reader))
+                    usual = (*_PER_ROW, *_PER_TOKEN, "group_id", "response_ids")
+                    names = list(dict.fromkeys([*(name for name in usual if name in samples), *columns]))
+                    reader = None if tokenizer is None else _loading(tokenizer)
+                    self._samples.append((self._step, title, samples.select(names)[: max(rows, 0)], reader))
             return
         self._append_samples(self._step, title, samples)
         if self._display is not None:
@@ -202,7 +206,8 @@ class Tracker:
         with self._lock:
             self.flush(step)
             step = self._step if step is None else step
-            return RunState(self._run, step, time.perf_counter() - self._start, self._notes).as_json()
+            state = {"run": self._run, "step": step, "seconds": time.perf_counter() - self._start, "notes": self._notes}
+            return json.loads(as_document(state), parse_constant=lambda _: None)  # JSON has no NaN
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue the run after the step of `state`, in the same files; discards the iteration that is pending.
@@ -210,24 +215,23 @@ class Tracker:
         Lines of later steps, of a part of the run that was lost, go to `metrics.<n>.jsonl` and so on. Can be called
         again, and after `finish`. Errors: ConfigError when it is not a state; the tracker is then unchanged.
         """
-        saved = RunState.read(state)
+        self._run, step, seconds, self._notes = checked_state(state)
         self._owner.take()
-        self._run, self._notes = saved.run, saved.notes
-        self._step = self._resumed = self._logged = saved.step
+        self._step = self._resumed = self._logged = step
         for plot in self._plots:
-            plot.forget(saved.step)
+            plot.forget(step)
         self._closed = False
         self._pending.clear()
         self._samples.clear()
         self._last = time.perf_counter()
-        self._start = self._last - saved.seconds
+        self._start = self._last - seconds
         if self._recorder is not None:
-            self._recorder.forget(saved.step)
+            self._recorder.forget(step)
         notes = as_document(self._notes) if self._notes else b""
         if Session.replay is None:  # whose files begin with the steps that are replayed
-            self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""})
+            self._files.rewind(step, {"notes.json": notes, "reward.png": b""})
         for thread in self._threads:
-            thread.put("open", self.directory, saved.run, saved.step)
+            thread.put("open", self.directory, self._run, step)
         self._register()
 
     def finish(self) -> None:
@@ -253,7 +257,8 @@ class Tracker:
         """`finish` at program exit: logs errors; does not wait if the program failed."""
         if self._closed:
             return
-        if _failed() and not all(is_there(part) for metrics, _ in self._pending for part in metrics):
+        pending = (part for metrics, _ in self._pending for part in metrics)
+        if _failed() and not all(getattr(part, "done", lambda: True)() for part in pending):
             logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
             self._pending.clear()
             self._samples.clear()
@@ -286,7 +291,7 @@ class Tracker:
             self._write(found, number, metrics[0])
         while self._samples and self._samples[0][0] <= step:
             at, title, batch, reader = self._samples.pop(0)
-            self._append_samples(at, title, sample_rows(batch, None if reader is None else reader.result()))
+            self._append_samples(at, title, _sample_rows(batch, None if reader is None else reader.result()))
 
     def _write(self, metrics: dict[str, float], step: int, stages: Metrics) -> None:
         now = time.perf_counter()
@@ -390,3 +395,37 @@ class Tracker:
 def _failed() -> bool:
     """Whether an exception, including Ctrl-C, has ended the program or is propagating."""
     return getattr(sys, "last_value", None) is not None or sys.exc_info()[1] is not None
+
+
+def _loading(given: TokenizerLike) -> Future[Tokenizer]:
+    """The tokenizer, read in a thread: importing its library takes seconds. Errors of the future: as `as_tokenizer`."""
+    pool = ThreadPoolExecutor(1, "tokenizer")
+    found = pool.submit(as_tokenizer, given)
+    pool.shutdown(wait=False)
+    return found
+
+
+def _sample_rows(batch: Batch | BatchRef, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """One object per row, for `samples.jsonl`; waits for a batch by reference.
+
+    `group` numbers the prompts of the batch; `tokens` are the texts of the response's tokens, with a tokenizer.
+    Errors: WorkerError of the call that failed.
+    """
+    rows = (batch.get() if isinstance(batch, BatchRef) else batch).to_dicts()
+    groups: dict[int, int] = {}
+    out = []
+    for number, row in enumerate(rows):
+        ids = row.pop("response_ids", None)
+        group = groups.setdefault(row.pop("group_id", number), len(groups))
+        tokens = {"tokens": [tokenizer.raw.decode([one]) for one in ids]} if tokenizer and ids is not None else {}
+        out.append({"group": group, **{name: _short(value) for name, value in row.items()}, **tokens})
+    return out
+
+
+def _short(value: Any) -> Any:
+    """Numbers with six digits: float32 has no more. JSON has no NaN: None."""
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -16,8 +16,7 @@ from hybridflow.config import Until
 from hybridflow.errors import ConfigError, WorkerError
 from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import grow_actor, lend_actor, released_rollouts, return_actor
-from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
-from hybridflow.planner.elastic.transitions import applied
+from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State, applied
 from hybridflow.streams.elastic_devices import POLICIES, GroupSizes
 from hybridflow.streams.replica_calls import ReplicaCalls
 from tests import tiny_models

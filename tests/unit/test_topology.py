@@ -10,10 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hybridflow.batch.row_split import even_bounds
 from hybridflow.errors import PlacementError
 from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
-from hybridflow.topology import GenerationGrid, RankGrid
+from hybridflow.topology import GenerationGrid, RankGrid, even_bounds
 
 axes = st.lists(st.sampled_from(["p", "t", "d"]), unique=True, max_size=3)
 generation_axes = st.lists(st.sampled_from(["p", "t", "micro", "d"]), unique=True, max_size=4)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.planner.pipeline.schedule_simulation import WINDOW
+from hybridflow.planner.pipeline.schedule import WINDOW
 
 Direction = Literal["forward", "backward"]
 

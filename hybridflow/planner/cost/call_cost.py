@@ -148,9 +148,9 @@ def training(context: CallContext, rows: float, minibatches: int, epochs: int) -
     most, last = exposed_communication(context, schedule.rows, training=True)
     parts["data_parallel"] = (schedule.flushes * schedule.micro - 1) * most + last
     if backend.stage == 1:
-        parts["data_parallel"] += links.data_parallel(shard * REDUCED, buffers)
+        parts["data_parallel"] += links.collective(shard * REDUCED, links.d, links.p * links.t, buffers)
     if not backend.sharded:
-        parts["data_parallel"] += links.data_parallel(shard * context.itemsize, buffers)
+        parts["data_parallel"] += links.collective(shard * context.itemsize, links.d, links.p * links.t, buffers)
     parts["optimizer"] = update(context)
     if context.profile and backend.stage == 1:
         took = context.profile.parted(context.model, "update", links.t, shard, links.d)

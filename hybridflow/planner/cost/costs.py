@@ -29,7 +29,7 @@ from hybridflow.planner.describe.constraints import Constraint, OneLayout, Pin, 
 from hybridflow.planner.describe.graph import HELPER, Call, Graph, Kind, home
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel, generation_sizes, strategies
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.pipeline import schedule_simulation
+from hybridflow.planner.pipeline import schedule as pipeline_schedule
 from hybridflow.planner.pipeline.shared_schedule import serial_makespan, together
 from hybridflow.settings import require
 
@@ -269,7 +269,7 @@ class Costs:
             return serial
         given = [(self.workload.rows * call.rows, *self.minibatches(call)) for call in calls]
         works = tuple(update_work(context, *own) for context, own in zip(contexts, given, strict=True))
-        saved = serial_makespan(p, works) - schedule_simulation.simulate(together(p, works)).makespan
+        saved = serial_makespan(p, works) - pipeline_schedule.simulate(together(p, works)).makespan
         return serial - max(0.0, saved) * self.slowdown(plan.mesh)
 
     def slowdown(self, mesh: Mesh, busy: float = 1.0) -> float:
@@ -286,9 +286,8 @@ class Costs:
     def context(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
         """Inputs of the formulas of a call of this kind (None: of the weights' layout); None for a group of functions.
         Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes."""
-        return self._once(("context", group, plan, kind), lambda: self._context(group, plan, kind))
-
-    def _context(self, group: str, plan: CallPlan, kind: Kind | None) -> CallContext | None:
+        if (known := ("context", group, plan, kind)) in self._known:
+            return self._known[known]
         if group not in self.graph.models:
             raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
         model, sizes = self.graph.models[group], plan.parallel
@@ -312,7 +311,8 @@ class Costs:
         shares = sizes.t if work.sequence_parallel else 1
         links = replace(self._links(plan.mesh, work.dtype), p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
         profile = self.profile if backend.lora is None else None  # it was measured with all parameters in training
-        return CallContext(links, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
+        made = CallContext(links, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
+        return self._known.setdefault(known, made)
 
     def _links(self, mesh: Mesh, dtype: DType) -> LinkModel:
         return self._once(("links", mesh, dtype), lambda: LinkModel.of(self.cluster, mesh, dtype, self._launching))
@@ -335,17 +335,6 @@ class Costs:
             beside = whole.static / plan.mesh.size if copied else memory.weights(context)
         return max(0.0, capacity - beside - (memory.weights(context) if copied else 0.0))
 
-    def memory(
-        self, call: str, plan: CallPlan, kv_budget: float | None = None, home: CallPlan | None = None
-    ) -> DeviceMemory:
-        """Bytes on the fullest device while the call runs, for this group alone. `home` is where its static bytes are
-        laid out (default: as `plan`); generation uses all of `kv_budget` that its rows need."""
-        own, still = self.graph.call(call), self.still(self.graph.call(call).group, home or plan)
-        if kv_budget is None and own.kind == "generation":
-            kv_budget = self.kv_budget(call, plan)
-        kept = {name: getattr(still, name) for name in ("parameters", "gradients", "optimizer")}
-        return replace(self._active(own, plan, home, kv_budget), **kept)
-
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
         context = self.context(group, plan)
@@ -354,18 +343,18 @@ class Costs:
     def static(self, group: str, plan: CallPlan) -> float:
         return self.still(group, plan).static
 
-    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, kv_budget: float | None = None) -> float:
+    def added(
+        self, call: str, plan: CallPlan, home: CallPlan | None = None, kv_budget: float | None = None
+    ) -> DeviceMemory:
         """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows; with
         `kv_budget` for a KV cache, what generation uses of it.
 
         Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
         weights of its own."""
-        return self._active(self.graph.call(call), plan, home, kv_budget).active
-
-    def _active(self, call: Call, plan: CallPlan, home: CallPlan | None, kv_budget: float | None) -> DeviceMemory:
-        context, copied = self.context(call.group, plan, call.kind), home is not None and home != plan
-        rows = self.workload.rows * call.rows / (self.minibatches(call)[0] if call.kind == "training" else 1)
-        return DeviceMemory() if context is None else memory.active(context, call.kind, rows, copied, kv_budget)
+        own, copied = self.graph.call(call), home is not None and home != plan
+        context = self.context(own.group, plan, own.kind)
+        rows = self.workload.rows * own.rows / (self.minibatches(own)[0] if own.kind == "training" else 1)
+        return DeviceMemory() if context is None else memory.active(context, own.kind, rows, copied, kv_budget)
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
@@ -395,8 +384,8 @@ class Costs:
     def _option(self, call: Call, plan: CallPlan) -> Option | None:
         elsewhere = CallPlan(Mesh((plan.mesh.devices[-1] + 1,)), Parallel())
         try:
-            active, cost = self.active(call.name, plan), self.beside(call, plan, 0.0)
-            static, other = self.static(call.group, plan), self.active(call.name, plan, elsewhere)
+            active, cost = self.added(call.name, plan).active, self.beside(call, plan, 0.0)
+            static, other = self.static(call.group, plan), self.added(call.name, plan, elsewhere).active
         except (PlacementError, ModelError):
             return None
         return Option(plan, cost.seconds, static, active, other - active, cost.busy)
@@ -453,12 +442,5 @@ class Costs:
             if call.continuous:
                 at = plan[call.name]
                 latency[call.name] = self.generation(call, at, max(kept[d] for d in at.mesh.devices)).latency
-        return simulate(
-            self.graph,
-            plan,
-            self.seconds(plan),
-            reallocation=self.moved,
-            busy=busy,
-            latency=latency,
-            sharing=self.sharing,
-        )
+        took, sharing = self.seconds(plan), self.sharing
+        return simulate(self.graph, plan, took, reallocation=self.moved, busy=busy, latency=latency, sharing=sharing)

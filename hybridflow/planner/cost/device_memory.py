@@ -37,10 +37,6 @@ class DeviceMemory:
     def active(self) -> float:
         return self.activations + self.kv_cache + self.logits + self.weights + self.gathered
 
-    @property
-    def total(self) -> float:
-        return self.static + self.active
-
 
 GRADIENT = 4
 MOMENTS = 8  # Adam's two, float32

@@ -132,10 +132,6 @@ class LinkModel:
         copies = min(self.t, self.local) / self.shares
         return self.launch + self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
 
-    def data_parallel(self, nbytes: float, buffers: int) -> float:
-        """`collective` over the d ranks that hold the same shard."""
-        return self.collective(nbytes, self.d, self.p * self.t, buffers)
-
     def collective(self, nbytes: float, ranks: int, apart: int, buffers: int = 1) -> float:
         """Seconds of one reduce-scatter, or one all-gather, of `nbytes` in `buffers` over `ranks` ranks that are
         `apart` ranks from each other. All such groups work at once and share the network of their nodes."""

@@ -7,10 +7,11 @@ busy neighbours."""
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -133,9 +134,7 @@ class LayerProfile:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        own["curves"] = [{**asdict(curve), "points": [list(point) for point in curve.points]} for curve in self.curves]
-        own["slowdown"] = [list(pair) for pair in self.slowdown]
+        own = json.loads(json.dumps(asdict(self)))  # YAML has no tuples
         Path(path).write_text(yaml.safe_dump(own, sort_keys=False))
 
     @classmethod

@@ -20,7 +20,7 @@ from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
 from hybridflow.planner.describe.mesh import CallPlan
-from hybridflow.topology import GenerationGrid, RankGrid
+from hybridflow.topology import GenerationGrid, RankGrid, even_bounds
 
 Floats = NDArray[np.floating]
 Grid = RankGrid | GenerationGrid
@@ -136,7 +136,7 @@ def _held(spans: Spans, grid: Grid, at: Sequence[int], rows: int, layers: int, r
 def layer_spans(size: Sizes, *stages: int) -> tuple[dict[str, tuple[int, int]], dict[str, float]]:
     """Tensors by name: their first and last layer (the embedding lies before layer 0, the output after the last), and
     elements."""
-    cuts = sorted({cut for p in stages for cut in _boundaries(size.layers, p)})
+    cuts = sorted({cut for p in stages for cut in even_bounds(size.layers, p)})
     spans = {f"layers {a}-{b}": (a, b) for a, b in pairwise(cuts)}
     weight = {name: float((b - a) * size.layer) for name, (a, b) in spans.items()}
     spans |= {"embedding": (0, 0), "output": (size.layers, size.layers)}
@@ -144,13 +144,8 @@ def layer_spans(size: Sizes, *stages: int) -> tuple[dict[str, tuple[int, int]], 
     return spans, weight
 
 
-def _boundaries(layers: int, p: int) -> list[int]:
-    most, rest = divmod(layers, p)
-    return [i * most + min(i, rest) for i in range(p + 1)]
-
-
 def spans_of_stage(spans: Spans, p: int, stage: int, layers: int) -> list[str]:
-    low, high = _boundaries(layers, p)[stage : stage + 2]
+    low, high = even_bounds(layers, p)[stage : stage + 2]
     inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]
     return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == p - 1)
 

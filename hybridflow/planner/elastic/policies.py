@@ -15,8 +15,8 @@ from hybridflow.planner.elastic.state import (
     Release,
     State,
     Wait,
+    applied,
 )
-from hybridflow.planner.elastic.transitions import applied
 from hybridflow.settings import Fraction, is_whole, require, settings
 
 

@@ -133,7 +133,7 @@ def _sizes(costs: Costs, name: str, calls: Sequence[Call], given: Parallel | Non
             kept = 0.0 if context is None else weights(context)
         else:
             kept = sum(costs.static(group, plan) for group in models)
-        needed = kept + max(costs.active(call.name, plan) for call in calls)
+        needed = kept + max(costs.added(call.name, plan).active for call in calls)
         if needed <= room:
             return sizes
     raise PlacementError(

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
-from typing import NamedTuple
 
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
@@ -29,9 +28,12 @@ from hybridflow.planner.elastic.state import (
     RunningGroup,
     Speeds,
     State,
+    Switch,
     Wait,
+    applied,
+    listed,
+    spread,
 )
-from hybridflow.planner.elastic.transitions import Switch, applied, listed, placement, spread, why
 from hybridflow.planner.stream_simulation import DecodedRow, Decoding, DecodingReplica, ResponseLengths, drawn
 from hybridflow.settings import Count, NonNegative, Positive, Size, require, settings
 
@@ -143,11 +145,6 @@ def start_of(
     )
 
 
-class _Minibatch(NamedTuple):
-    tokens: int
-    available: float  # its inference is done
-
-
 class ElasticSimulation(Decoding):
     """An iteration that stands at a look of the policy, first at its `start`, with the `lengths` of the rows of group
     0, 1, ..."""
@@ -158,7 +155,7 @@ class ElasticSimulation(Decoding):
         self.groups = {group.group: group for present in start.running.values() for group in present}
         self.unfinished = dict.fromkeys(self.groups, start.n)  # rows of each group
         self.whole: list[int] = []  # groups of no mini-batch yet
-        self.queue: deque[_Minibatch] = deque()
+        self.queue = deque[tuple[int, float]]()  # tokens of a mini-batch, and when its inference is done
         self.finished_rows = self.looked = 0  # now, at the latest look
         self.formed = False  # a mini-batch since the latest look
         self.trained_at: float | None = None
@@ -232,7 +229,7 @@ class ElasticSimulation(Decoding):
             if state.inference.instances:
                 seconds = speeds.inference + tokens * speeds.inference_per_token / state.inference.instances
                 self.inference_at = available = max(self.now, self.inference_at) + seconds
-            self.queue.append(_Minibatch(tokens, available))
+            self.queue.append((tokens, available))
             self.whole, self.formed = [], True
 
     def look(self, event: Event) -> None:
@@ -252,8 +249,8 @@ class ElasticSimulation(Decoding):
                         context, length = before + (0 if row else group.prompt), group.group * view.n + row
                         replica.waiting.append(DecodedRow(group.group, self.lengths[length], context, before))
                 self.refill(instance)
-        if placement(after) != placement(view):
-            self.switches.append(Switch(view.seconds, why(view), placement(view), placement(after), seconds, rows))
+        if after.placement != view.placement:
+            self.switches.append(Switch(view.seconds, str(view), view.placement, after.placement, seconds, rows))
 
     def execute(self, view: State, after: State, actions: Sequence[Action], delay: float) -> tuple[float, int]:
         """Returns seconds without waiting or looking, and the rows that moved."""

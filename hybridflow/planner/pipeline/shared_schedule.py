@@ -15,8 +15,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, scheduled
-from hybridflow.planner.pipeline.schedule_simulation import WINDOW, check
+from hybridflow.planner.pipeline.schedule import WINDOW, Instruction, Schedule, Work, check, scheduled
 from hybridflow.settings import require
 
 Order = tuple[int, ...]

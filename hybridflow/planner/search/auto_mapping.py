@@ -1,15 +1,12 @@
 """Auto-mapping: the best placement of models by stage-wise cost (HybridFlow, algorithms 1 and 2). Pure.
 
-The result is that of trying every way to colocate groups in sets, every way to share the devices between the sets, and
-every layout of every group in its set. Most are ruled out by bounds: the choices of a group on a number of devices are
-found once for every architecture and workload, without those that another beats in the seconds of all stages and in
-memory; an allocation costs at least the sum over stages of the largest least seconds of its sets. Where devices are
-unlike, bounds are those of the best devices for every set, and every place of its sets is tried. Only timelines have
-weights that one group gives to another (rollout engines), and contention.
+The result is that of trying all sets of colocated groups, all shares of the devices and all layouts. Bounds rule out
+most: an allocation costs at least the sum over stages of the largest least seconds of its sets, on the best devices
+where these are unlike. Weights that one group gives to another, and contention, are in timelines only.
 
-A stage-wise cost lets every stage wait for the one before. Calls do not: each begins once what it reads is there and
-its devices are free (paper, section 4.1), so an actor generates for the next iteration while a critic on other devices
-is still trained. `overlap_map` therefore times the allocations whose busiest set has least to do."""
+A stage-wise cost lets every stage wait for the one before. Calls do not (paper, section 4.1): an actor generates for
+the next iteration while a critic on other devices is still trained. So `overlap_map` times the allocations whose
+busiest set has least to do."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Evaluator:
         self.homes = [number[costs.homes[call.group]] for call in self.calls]
         at = [number.get(call.name) for call in costs.graph.calls]
         self.nodes = [(at[to], None if source is None else at[source]) for to, source, _ in self.schedule.nodes]
-        self._numbers = [{(o.plan.mesh, o.plan.parallel): i for i, o in enumerate(own)} for own in options]
+        self.numbers = [{option.plan: i for i, option in enumerate(own)} for own in options]  # by call and plan
         self._alike = [[number[name] for name in names] for names in costs.alike]
         self._hybrid = [(number[name], number[home]) for name, home in costs.hybrid]
         calls = [(node, call) for node, (call, source) in enumerate(self.nodes) if call is not None and source is None]
@@ -115,13 +115,9 @@ class Evaluator:
         self._moves: dict[tuple[int, int, int, int], float] = {}  # seconds by call, its option, source, its option
         self._scores: dict[tuple[int, ...], Score] = {}
 
-    def number(self, call: int, plan: CallPlan) -> int | None:
-        """Which of a call's options this plan is."""
-        return self._numbers[call].get((plan.mesh, plan.parallel))
-
     def state(self, plan: ExecutionPlan) -> State | None:
         """None where the plan is not made of options."""
-        numbers = [self.number(i, plan[call.name]) for i, call in enumerate(self.calls)]
+        numbers = [self.numbers[i].get(plan[call.name]) for i, call in enumerate(self.calls)]
         return [n for n in numbers if n is not None] if None not in numbers else None
 
     def plan(self, state: Sequence[int]) -> Mapping[str, CallPlan]:
@@ -442,7 +438,7 @@ class _Chain:
         if alike:  # one layout for all of them saves moves
             wanted = self.options[calls[-1]][state[calls[-1]]].plan
             for call in calls:
-                number = self.evaluator.number(call, wanted) if wanted.mesh == mesh else None
+                number = self.evaluator.numbers[call].get(wanted) if wanted.mesh == mesh else None
                 state[call] = number if number is not None else state[call]
 
     def _polish(self, state: State) -> None:

@@ -160,7 +160,7 @@ def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[st
         on_cpu, devices = costs.graph.models[call.group] is None, here.mesh.devices
         beside = max(kept[d] for d in devices)
         kv_budget = costs.kv_budget(call.name, here, beside) if call.kind == "generation" else None
-        active = costs.active(call.name, here, home, kv_budget)
+        active = costs.added(call.name, here, home, kv_budget).active
         fullest = max(devices, key=lambda d: (kept[d] + active) / costs.capacity[d])
         calls[call.name] = CallLayout(
             group=call.group,

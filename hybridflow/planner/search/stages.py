@@ -24,6 +24,10 @@ STAGES, STATIC, ACTIVE, _WIDTH = 3, 3, 4, 5
 _AT_ONCE = 16  # rows that others are compared with at a time
 
 
+Generates = tuple[str, Parallel]
+"""A generation call and its layout. Its seconds depend on the memory that the whole set leaves for KV cache."""
+
+
 class Layouts(NamedTuple):
     """How a group's model is cut in training and inference, and in generation (None: likewise)."""
 
@@ -32,13 +36,6 @@ class Layouts(NamedTuple):
 
     def of(self, call: Call) -> Parallel:
         return self.generate if call.kind == "generation" and self.generate is not None else self.parallel
-
-
-class Generates(NamedTuple):
-    """A generation call and its layout. Its seconds depend on the memory that the whole set leaves for KV cache."""
-
-    call: str
-    parallel: Parallel
 
 
 class Choice(NamedTuple):
@@ -80,7 +77,7 @@ def group_layout(costs: Costs, group: str, mesh: Mesh, layouts: Layouts) -> Valu
         if not allowed or (option := costs.option(call, mesh, parallel)) is None:
             return None
         if generation:
-            generates.append(Generates(call.name, parallel))
+            generates.append((call.name, parallel))
         else:
             seconds[2 if call.kind == "training" else 1] += option.seconds  # learning or preparation
         if parallel == layouts.parallel:
@@ -115,7 +112,7 @@ class Front:
             alike = kept.setdefault(generates, [])
             if not any(all(map(le, other, values)) for other, _ in alike):
                 home = CallPlan(mesh, layouts.parallel)
-                moves = (costs.moved(group, home, CallPlan(mesh, call.parallel)) for call in generates)
+                moves = (costs.moved(group, home, CallPlan(mesh, sizes)) for _, sizes in generates)
                 alike.append(((values[0] + sum(moves), *values[1:]), layouts))
         given = [(values, layouts, generates) for generates, alike in kept.items() for values, layouts in alike]
         given = [own for own in given if own[0][STATIC] + own[0][ACTIVE] <= capacity]

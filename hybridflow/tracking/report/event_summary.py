@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from hybridflow.tracking.report.run_files import RunFiles, is_number, rounded
+from hybridflow.settings import is_number
+from hybridflow.tracking.report.run_files import RunFiles, rounded
 
 Interval = tuple[float, float]
 KINDS = ("call", "transfer", "wait", "switch", "stage")  # the last two are parts of a call
@@ -74,7 +75,8 @@ class EventSummary:
         self._extents: dict[int, Interval] = {}
         self._offsets: dict[int, list[int]] = {}
         self._run_offsets: list[int] = []
-        self._memory: dict[tuple[str, str], float] = {}
+        self.memory: dict[str, dict[str, float]] = {}
+        """Largest bytes of each device in each phase (`role.method`)."""
         self._calls: dict[tuple[int, int, str], list[float]] = {}  # the slowest rank's work, wait and ranks
         self._waits: dict[int, float] = {}  # first start of the driver's waits
         for offset, event in files.placed_lines("events.jsonl"):
@@ -105,8 +107,8 @@ class EventSummary:
             self._offsets.setdefault(one.step, []).append(offset)
             name = f"{one.role}.{one.method}"
             if one.memory:
-                key = one.device, name
-                self._memory[key] = max(self._memory.get(key, 0), one.memory)
+                phases = self.memory.setdefault(one.device, {})
+                phases[name] = max(phases.get(name, 0), one.memory)
             call = self._calls.setdefault((one.step, one.seq, name), [0.0, 0.0, 0])
             call[0] = max(call[0], one.end - one.ready)
             call[1] = max(call[1], one.ready - one.start)
@@ -122,18 +124,11 @@ class EventSummary:
                 key = f"{one.get('pool', '?')}/{one.get('rank', '?')}"
                 about = {name: one.get(name) for name in ("node", "device", "name", "memory")}
                 known[key] = {"key": key, **about, "plan": planned.get(key) if isinstance(planned, dict) else None}
-        for device in {device for device, _ in self._memory}:
+        for device in self.memory:
             known.setdefault(device, {"key": device})
         parts = {key: key.rpartition("/") for key in known}
         order = {key: (pool, int(rank) if rank.isdigit() else -1, rank) for key, (pool, _, rank) in parts.items()}
         return sorted(known.values(), key=lambda device: order[device["key"]])
-
-    def memory(self) -> dict[str, dict[str, float]]:
-        """Largest memory of each device in each phase (`role.method`), in bytes."""
-        out: dict[str, dict[str, float]] = {}
-        for (device, phase), size in self._memory.items():
-            out.setdefault(device, {})[phase] = size
-        return out
 
     def calls(self) -> list[dict[str, Any]]:
         """Per `role.method`: calls, ranks, and medians over iterations of the seconds that its calls work and wait

@@ -10,37 +10,34 @@ order of `end`, except that calls which overlap the next iteration may come late
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.iterations import Incident
 from hybridflow.cluster.session import CONTROLLER, Session
-from hybridflow.engines.call_events import CallWork, Event
+from hybridflow.engines.call_events import Event
 from hybridflow.errors import ConfigError
+from hybridflow.settings import is_number
+from hybridflow.tracking.report.run_files import RunFiles, as_object
 from hybridflow.tracking.report.utilization import mfu, peak_flops
 
 logger = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
 CALLS = ("call", "transfer", "switch", "stage")
-_NAMES = {
-    Event: tuple(name for name in Event._fields if name != "work"),
-    Incident: tuple(one.name for one in fields(Incident)),
-    CallWork: CallWork._fields,
-}
 
 
 def as_record(event: Event | Incident, step: int) -> dict[str, Any]:
     """The JSON object of an event; of its work only the numbers that are not zero."""
-    found = {name: getattr(event, name) for name in _NAMES[type(event)]} | {"step": step}
-    if isinstance(event, Event):
-        found |= {name: value for name in _NAMES[CallWork] if (value := getattr(event.work, name))}
+    if isinstance(event, Incident):
+        return asdict(event) | {"step": step}
+    found = event._asdict() | {"step": step} | {name: value for name, value in event.work._asdict().items() if value}
+    del found["work"]
     return found
 
 
@@ -52,27 +49,23 @@ def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(run) / EVENTS if Path(run).is_dir() else Path(run)
     if not path.is_file():
         raise ConfigError(f"there is no {path}: give the directory of a run that hf.Tracker has written.")
-    *lines, half = path.read_bytes().split(b"\n")
-    found = [(line, _event(line)) for line in lines]
-    for number, (line, event) in enumerate(found, 1):
-        if event is None and line.strip():
-            raise ConfigError(f"{path}, line {number} is not an event: {line[:80]!r}. Is this a run's events.jsonl?")
-    events = [event for event in [*(event for _, event in found), _event(half)] if event is not None]
+    events = list[dict[str, Any]]()
+    for number, (_, text) in enumerate(RunFiles(path.parent).raw_lines(path.name), 1):
+        if (event := as_object(text)) is not None and _is_event(event):
+            events.append(event)
+        elif text.strip() and text.endswith(b"\n"):
+            line = text[:-1][:80]
+            raise ConfigError(f"{path}, line {number} is not an event: {line!r}. Is this a run's events.jsonl?")
     return sorted(events, key=lambda event: event.get("end", event.get("time", 0.0)))
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    kind = found.get("kind") if isinstance(found, dict) else None
+def _is_event(found: Mapping[str, Any]) -> bool:
+    kind = found.get("kind")
     names = ("role", "method", "pool") if kind in CALLS else ()
     numbers = (*(("time",) if kind == "run" else ("start", "end")), *(("rank", "seq", "ready") if names else ()))
-    if not isinstance(kind, str) or not all(isinstance(found.get(name), str) for name in names):
-        return None
-    values: list[Any] = [found.get(name) for name in numbers]
-    return found if all(type(value) in (int, float) and abs(value) < 1e12 for value in values) else None
+    texts = (kind, *(found.get(name) for name in names))
+    values = (found.get(name) for name in numbers)
+    return all(isinstance(text, str) for text in texts) and all(is_number(n) and abs(n) < 1e12 for n in values)
 
 
 class EventRecorder:
@@ -106,7 +99,12 @@ class EventRecorder:
         found.sort(key=lambda pair: pair[0].end)
         own = [event for event, at in found if at == step and isinstance(event, Event)]
         run = [] if iteration is None else self._run(step)
-        return [*run, *(as_record(event, at) for event, at in found)], self._metrics(own, seconds)
+        controller = self.session.controller_pool
+        devices = [one for one in self._devices if controller is None or one["pool"] != controller.name]
+        peaks = {(one["pool"], one["rank"]): peak_flops(one["name"]) for one in devices}
+        known = {key: peak for key, peak in peaks.items() if peak is not None}
+        metrics = mfu(own, seconds, known) if known and len(known) == len(peaks) else {}
+        return [*run, *(as_record(event, at) for event, at in found)], metrics
 
     def close(self) -> None:
         """Collect no further events."""
@@ -167,14 +165,6 @@ class EventRecorder:
         pools = [pool.name for pool in self.session.pools if pool.devices_of_nodes == tuple(placement.nodes)]
         named = {f"{pools[0]}/{device}": bytes_ for device, bytes_ in memory.items()} if pools else {}
         return {"seconds": placement.seconds, "memory": named}
-
-    def _metrics(self, events: Sequence[Event], seconds: float) -> dict[str, float]:
-        """`perf/mfu` where the peak of all devices is known."""
-        controller = self.session.controller_pool
-        devices = [one for one in self._devices if controller is None or one["pool"] != controller.name]
-        peaks = {(one["pool"], one["rank"]): peak_flops(one["name"]) for one in devices}
-        known = {key: peak for key, peak in peaks.items() if peak is not None}
-        return mfu(events, seconds, known) if known and len(known) == len(peaks) else {}
 
     @property
     def devices(self) -> int:

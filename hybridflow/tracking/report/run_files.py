@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import yaml
 
@@ -47,7 +46,7 @@ class RunFiles:
 
     def parsed(self, name: str, text: bytes) -> dict[str, Any] | None:
         """The object of a line; counts a damaged one."""
-        line = _as_object(text)
+        line = as_object(text)
         if line is None and text.strip():
             self.damaged[name] = self.damaged.get(name, 0) + 1
         return line
@@ -66,7 +65,7 @@ class RunFiles:
         with (self.directory / name).open("rb") as file:
             for offset in offsets:
                 file.seek(offset)
-                if (line := _as_object(file.readline())) is not None:
+                if (line := as_object(file.readline())) is not None:
                     yield line
 
     def values(self, name: str) -> dict[str, str]:
@@ -79,7 +78,7 @@ class RunFiles:
             return {}
 
 
-def _as_object(text: bytes) -> dict[str, Any] | None:
+def as_object(text: bytes) -> dict[str, Any] | None:
     """The JSON object of a line; None if it is not one."""
     try:
         found = _DECODER.decode(text.decode())
@@ -94,11 +93,6 @@ def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{prefix}.{name}" if prefix else str(name), inner, depth + 1)
     elif prefix:
         yield prefix, value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """A finite number; not a bool."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def rounded(value: float, digits: int = 6) -> float:

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.batch.row_split import RowPlan, balance, even_bounds, inverse, order
+from hybridflow.batch.row_split import RowPlan, balance, inverse, order
 from hybridflow.errors import BatchError
+from hybridflow.topology import even_bounds
 
 sizes = st.tuples(st.integers(0, 200), st.integers(1, 40), st.integers(1, 9))
 

@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, interleaved, one_f_one_b, scheduled
-from hybridflow.planner.pipeline.schedule_simulation import PipelineTimeline, check, peak_activations, simulate
+from hybridflow.planner.pipeline.schedule import (
+    Instruction,
+    PipelineTimeline,
+    Schedule,
+    Work,
+    check,
+    interleaved,
+    one_f_one_b,
+    peak_activations,
+    scheduled,
+    simulate,
+)
 from hybridflow.planner.pipeline.shared_schedule import (
     InOrder,
     memory_limits,

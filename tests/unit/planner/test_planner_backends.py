@@ -122,14 +122,15 @@ def test_more_devices_are_not_slower_and_hold_no_more(strategy, devices, minibat
     few, many = (at(strategy, mesh=Mesh.of(0, n)) for n in (devices, 2 * devices))
     for call in (INFER, TRAIN):
         assert priced.cost(call, many).seconds <= priced.cost(call, few).seconds
-        assert priced.memory(call, many).total <= priced.memory(call, few).total * (1 + 1e-9)
+        most, least = (priced.static("actor", plan) + priced.added(call, plan).active for plan in (few, many))
+        assert least <= most * (1 + 1e-9)
 
 
 def test_gradients_of_several_micro_batches_wait_whole_unless_they_are_reduced_often():
     small = replace(WORK, micro_tokens=2048)
-    rarely, often = (simulator(s, small).memory(TRAIN, at(s)).gathered for s in (FSDP(), FSDP(reduce_often=True)))
+    rarely, often = (simulator(s, small).added(TRAIN, at(s)).gathered for s in (FSDP(), FSDP(reduce_often=True)))
     assert rarely - often > 3 * MODEL.num_parameters
-    assert simulator(Megatron(), small).memory(TRAIN, at(Megatron())).gathered == 0
+    assert simulator(Megatron(), small).added(TRAIN, at(Megatron())).gathered == 0
 
 
 def test_settings_that_a_strategy_chooses_are_those_that_it_is_priced_with():
@@ -142,7 +143,8 @@ def test_settings_that_a_strategy_chooses_are_those_that_it_is_priced_with():
     for changed in changes:
         by_work, by_strategy = simulator(whole, replace(WORK, **changed)), simulator(Megatron(**changed))
         assert by_work.cost(TRAIN, plan) == by_strategy.cost(TRAIN, plan)
-        assert by_work.memory(TRAIN, plan) == by_strategy.memory(TRAIN, plan)
+        assert by_work.added(TRAIN, plan) == by_strategy.added(TRAIN, plan)
+        assert by_work.still("actor", plan) == by_strategy.still("actor", plan)
     shared, whole = (simulator(s).cost(INFER, at(s, 2)).parts["memory"] for s in (Megatron(), FSDP()))
     assert shared < whole  # FSDP's tensor parallel ranks do not share the sequence
 
@@ -237,14 +239,14 @@ def test_more_rows_never_need_less_memory(rows, sizes, call, response):
         CallPlan(Mesh.of(0, sizes[0] * sizes[1] * sizes[2]), Parallel(*sizes)),
         replace(WORK, response=response),
     )
-    few, many = (simulator(None, replace(work, rows=n)).active(call, plan) for n in (rows, rows + 3))
+    few, many = (simulator(None, replace(work, rows=n)).added(call, plan).active for n in (rows, rows + 3))
     assert few <= many
 
 
 def test_the_longest_row_fits_although_it_is_longer_than_a_micro_batch():
     plan, usual = CallPlan(SIXTEEN, Parallel(1, 2, 8)), replace(WORK, micro_tokens=2048, response=(100, 200))
     tail = replace(usual, response=[100] * 99 + [20000])
-    short, long = (simulator(None, work).memory(TRAIN, plan) for work in (usual, tail))
+    short, long = (simulator(None, work).added(TRAIN, plan) for work in (usual, tail))
     assert long.activations > 8 * short.activations
     assert long.logits > 20000 * MODEL.vocab / 2 * 4
 

@@ -175,7 +175,7 @@ def test_training_takes_longer_than_inference_and_more_with_recomputation(sizes)
     assert simulator().cost(TRAIN, here).seconds > 2 * simulator().cost(INFER, here).seconds
     assert again.cost(TRAIN, here).seconds > simulator().cost(TRAIN, here).seconds
     assert again.cost(INFER, here).seconds == simulator().cost(INFER, here).seconds
-    assert again.active(TRAIN, here) < simulator().active(TRAIN, here)
+    assert again.added(TRAIN, here).active < simulator().added(TRAIN, here).active
 
 
 @settings(max_examples=40, deadline=None)
@@ -197,18 +197,17 @@ def test_static_memory_of_all_devices_holds_the_model(sizes):
     assert bytes_all < 1.6 * state  # unlike stages: the first and the last have embeddings too
     reference = simulator().static("reference", at(p, t, d))
     assert reference * p * t >= 2 * MODEL.num_parameters
-    assert simulator().active(INFER, at(p, t, d), home=at(1, 1, 1, 31)) > simulator().active(INFER, at(p, t, d)) + (
-        2 * MODEL.num_parameters / (p * t) * 0.99
-    )
+    alone, beside = (simulator().added(INFER, at(p, t, d), home).active for home in (None, at(1, 1, 1, 31)))
+    assert beside > alone + 2 * MODEL.num_parameters / (p * t) * 0.99
 
 
 def test_memory_while_a_call_runs():
-    found = simulator().memory(TRAIN, at(1, 4, 2))
-    assert found.static == simulator().static("actor", at(1, 4, 2))
-    assert found.active == simulator().active(TRAIN, at(1, 4, 2))
-    assert found.total == found.static + found.active
-    assert found.optimizer == 12 / 2 * found.parameters / 2
-    generating = simulator().memory(GENERATE, at(1, 2, 4))
+    still, added = simulator().still("actor", at(1, 4, 2)), simulator().added(TRAIN, at(1, 4, 2))
+    assert (still.static, still.active) == (still.parameters + still.gradients + still.optimizer, 0)
+    assert (added.static, added.active) == (0, added.activations + added.logits)
+    assert still.optimizer == 12 / 2 * still.parameters / 2
+    here = at(1, 2, 4)
+    generating = simulator().added(GENERATE, here, kv_budget=simulator().kv_budget(GENERATE, here))
     tokens, each = 512 / 4 * 2048, 2 * 32 * 4 * 128 * 2  # all rows at once; keys and values of 4 of the 8 kv-heads
     assert generating.kv_cache == tokens * each
 
@@ -281,7 +280,7 @@ def test_rewards_by_function_cost_next_to_nothing():
     graph = grpo(MODEL, MODEL)
     found = Costs(A100S, graph, WORK)
     assert found.cost("reward.compute_reward", at(1, 1, 1)).seconds < 1
-    assert found.static("reward", at(1, 1, 1)) == found.active("reward.compute_reward", at(1, 1, 1)) == 0
+    assert found.static("reward", at(1, 1, 1)) == found.added("reward.compute_reward", at(1, 1, 1)).active == 0
     assert found.reallocation("reward", at(1, 1, 1), at(1, 1, 2)) == 0
 
 
@@ -368,9 +367,10 @@ def test_without_latency_a_collective_takes_what_its_bytes_take(sizes, nbytes):
     assert context is not None
     links = context.links
     assert links.tensor_all_reduce(nbytes) == pytest.approx(2 * (t - 1) / t * nbytes / links.link)
-    assert links.data_parallel(nbytes, 1) == pytest.approx(links.data_parallel(nbytes, 40))
+    once, often = (links.collective(nbytes, links.d, links.p * links.t, buffers) for buffers in (1, 40))
+    assert once == pytest.approx(often)
     if p * t * d <= 8:
-        assert links.data_parallel(nbytes, 1) == pytest.approx((d - 1) / d * nbytes / links.link)
+        assert once == pytest.approx((d - 1) / d * nbytes / links.link)
 
 
 @given(st.lists(st.floats(0, 1), min_size=3, max_size=3), st.floats(0, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product
 
 import numpy as np
 import pytest
@@ -16,14 +15,14 @@ from hybridflow.planner import explain
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, OneLayout, Pin, Together
-from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, generation_sizes, strategies
+from hybridflow.planner.describe.mesh import Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import grown, infeasibility_report
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import exact, mcmc
 from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.planning import plan
-from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
+from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of, stage_choices
 
 GRAPH = grpo_of(SMALL, LARGE)
 WORK = Workload(rows=64, prompt=128, response=128)
@@ -64,7 +63,7 @@ def by_force(problem: Costs) -> float:
         asked = {pins[group] for group in sets[0] if group in pins}
         some = [Mesh(devices) for devices in asked] if asked else everywhere(problem.cluster, taken)
         for mesh in some if len(asked) < 2 else ():
-            own = choices(problem, sets[0], mesh)
+            own = stage_choices(problem, sets[0], mesh)
             if len(own) and not taken & set(mesh.devices):
                 both = np.unique(np.maximum(stages[:, None], own[None]).reshape(-1, 3), axis=0)
                 place(sets[1:], taken | set(mesh.devices), both)
@@ -76,33 +75,6 @@ def by_force(problem: Costs) -> float:
             # sets that are pinned first: the others go where those are not
             place(sorted(sets, key=lambda names: not any(x in pins for x in names)), frozenset(), np.zeros((1, 3)))
     return best
-
-
-def choices(problem: Costs, members: Sequence[str], mesh: Mesh) -> np.ndarray:
-    """[choices, 3] Stage seconds of each combination of layouts that fits."""
-    costs, found, each = problem, [], []
-    node = math.gcd(*problem.cluster.counts(mesh.devices).values())
-    for group in members:
-        rules = [c for c in problem.constraints if not isinstance(c, Apart | Together) and c.group == group]
-        capped = any(isinstance(c, Cap) and mesh.size > c.devices for c in rules)
-        homes = [] if capped else strategies(problem.graph.models[group], mesh.size, node)
-        both = len({call.kind == "generation" for call in problem.graph.of_group(group)}) == 2
-        each.append([(group, home, own) for home in homes for own in (generation_sizes(home) if both else [home])])
-    for chosen in product(*each):
-        static = sum(costs.static(group, CallPlan(mesh, home)) for group, home, _ in chosen)
-        seconds, active = [0.0, 0.0, 0.0], 0.0
-        for group, sizes, generate in chosen:
-            home = CallPlan(mesh, sizes)
-            for call in problem.graph.of_group(group):
-                here = CallPlan(mesh, generate) if call.kind == "generation" else home
-                active = max(active, costs.active(call.name, here, home))
-                if call.kind == "generation":
-                    seconds[0] += problem.generation(call, here, static).seconds + costs.reallocation(group, home, here)
-                else:
-                    seconds[2 if call.kind == "training" else 1] += costs.cost(call.name, here).seconds
-        if static + active <= min(problem.capacity[device] for device in mesh.devices):
-            found.append(seconds)
-    return np.array(found).reshape(-1, 3)
 
 
 @st.composite

@@ -15,14 +15,11 @@ from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, Pin, Together
 from hybridflow.planner.describe.mesh import (
-    CallPlan,
     Mesh,
     Parallel,
-    generation_sizes,
     meshes,
     packings,
     sizes,
-    strategies,
 )
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map
@@ -30,7 +27,19 @@ from hybridflow.planner.search.call_search import Evaluator, exact, mcmc, option
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.similarity import best_pair, similarity
 from hybridflow.planner.search.stages import undominated
-from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
+from tests.example_plans import (
+    LARGE,
+    LLAMA_7B,
+    LLAMA_13B,
+    SMALL,
+    PlainCosts,
+    cluster,
+    fits,
+    grpo_of,
+    obeys,
+    ppo_of,
+    stage_choices,
+)
 
 TOKENS = 2e5
 
@@ -59,42 +68,11 @@ def by_force(problem: Costs) -> float:
             sets = []
             for number in range(count):
                 members = [group for group, own in zip(groups, numbers, strict=True) if own == number]
-                sets.append(list(choices_of(problem, members, where[number])))
+                found = stage_choices(problem, members, where[number])
+                sets.append(list(found[undominated(found)]))  # beaten ones are left out for speed
             for chosen in product(*sets):
                 best = min(best, sum(max(stage) for stage in zip(*chosen, strict=True)))
     return best
-
-
-def choices_of(problem: Costs, members: Sequence[str], mesh: Mesh):
-    """Stage seconds of each combination of layouts that fits into memory; beaten ones are left out for speed."""
-    costs, graph = problem, problem.graph
-    layouts = []
-    for group in members:
-        own = []
-        for parallel in strategies(graph.models[group], mesh.size, mesh.size):
-            trains = any(call.kind != "generation" for call in graph.of_group(group))
-            ways = generation_sizes(parallel) if group in graph.generating and trains else [parallel]
-            own += [(group, parallel, generate) for generate in ways]
-        layouts.append(own)
-    found = []
-    for together in product(*layouts):
-        static = sum(costs.static(group, CallPlan(mesh, parallel)) for group, parallel, _ in together)
-        seconds, active = [0.0, 0.0, 0.0], 0.0
-        for group, parallel, generate in together:
-            home = CallPlan(mesh, parallel)
-            for call in graph.of_group(group):
-                here = CallPlan(mesh, generate) if call.kind == "generation" else home
-                stage = {"generation": 0, "training": 2}.get(call.kind, 1)
-                generates = call.kind == "generation"
-                took = (
-                    problem.generation(call, here, static).seconds if generates else costs.cost(call.name, here).seconds
-                )
-                seconds[stage] += took + costs.reallocation(group, home, here)
-                active = max(active, costs.active(call.name, here, home))
-        if static + active <= min(problem.capacity):
-            found.append(seconds)
-    values = np.array(found).reshape(-1, 3)
-    return values[undominated(values)]
 
 
 @pytest.mark.parametrize(

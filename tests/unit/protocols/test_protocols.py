@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.batch.row_split import even_bounds
 from hybridflow.errors import ConfigError, MissingColumnError, ProtocolError
 from hybridflow.protocols.operation import operations, register
 from hybridflow.protocols.protocol import SKIP, Protocol, join
@@ -26,7 +25,7 @@ from hybridflow.protocols.transfer_protocols import (
     THREE_D_PP_ONLY,
     THREE_D_PROTO,
 )
-from hybridflow.topology import RankGrid
+from hybridflow.topology import RankGrid, even_bounds
 
 RANKS = 1024
 thorough = settings(max_examples=60, deadline=None)

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from hybridflow.cli import commands as cli
 from hybridflow.errors import ConfigError
 from hybridflow.tracking.report import page as pages
-from hybridflow.tracking.report.curves import curves, downsample, shown_samples
 from hybridflow.tracking.report.event_summary import Activity, EventSummary, covered, merged, overlapping, shares
 from hybridflow.tracking.report.limits import Limit
-from hybridflow.tracking.report.page import as_script, report_html, write_report
+from hybridflow.tracking.report.page import as_script, curves, downsample, report_html, shown_samples, write_report
 from hybridflow.tracking.report.run_files import RunFiles
 from tests.example_runs import HOSTILE, write_run
 

@@ -20,8 +20,8 @@ from hybridflow.planner.elastic.state import (
     Speeds,
     State,
     Wait,
+    applied,
 )
-from hybridflow.planner.elastic.transitions import applied, placement
 from tests.example_iterations import static_state
 
 SPEEDS = Speeds(DecodingSpeed(base=1.0, per_row=0.01, prefill=0.001), train=1.0, train_per_token=0.01, resize=2.0)
@@ -77,7 +77,7 @@ def test_rlinf_lends_the_actors_devices_until_half_of_the_rows_run():
     half = at("rows", {0: [2, 1], 1: [2], 2: [1], 3: [2]}, rollout=4, actor=0)  # expected: 8 // 3 rows each
     assert rlinf()(half) == [Migrate({0: 2, 1: 3}), Release("rollout", 1), Allocate("actor", 2)]
     assert rlinf(threshold=0.25)(half) == []
-    assert placement(applied(half, rlinf()(half))) == {"rollout": 3, "inference": 0, "actor": 2}
+    assert applied(half, rlinf()(half)).placement == {"rollout": 3, "inference": 0, "actor": 2}
 
 
 def test_rlinf_raises_the_actor_at_boundaries():
@@ -122,7 +122,7 @@ def test_lend_switches_if_it_saves_more_than_switches_took():
     waits = at("rows", {0: [1], 1: [2], 2: [1, 1], 3: [1, 1, 1]}, rollout=4, actor=0)
     assert lend(waits) == []
     ready = at("rows", {0: [1], 1: [2], 2: [1], 3: [1]}, rollout=4, actor=0)
-    assert placement(applied(ready, lend(ready))) == placement(start())
+    assert applied(ready, lend(ready)).placement == start().placement
 
 
 def test_groups_are_spread_anew_when_rollouts_change_at_the_start():
@@ -204,8 +204,8 @@ def test_a_policy_that_fails_is_refused_and_the_static_placement_returns(policy:
     assert "is refused" in str(error)
     lent = at("rows", {0: [2, 1], 1: [2], 2: [1], 3: [2]}, rollout=4, actor=0)
     actions, _ = decide(policy, lent)
-    assert placement(applied(lent, actions)) == placement(start())
+    assert applied(lent, actions).placement == start().placement
     shrunk = at("minibatch", {3: [1, 2]}, done=1, rollout=1, actor=6)
     actions, _ = decide(policy, shrunk)
-    assert placement(applied(shrunk, actions)) == placement(start())
+    assert applied(shrunk, actions).placement == start().placement
     assert decide(static, start()) == ((), None)

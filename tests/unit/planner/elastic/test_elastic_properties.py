@@ -36,8 +36,8 @@ from hybridflow.planner.elastic.state import (
     Speeds,
     State,
     Wait,
+    applied,
 )
-from hybridflow.planner.elastic.transitions import applied, placement
 from tests.example_iterations import static_state
 
 
@@ -178,7 +178,7 @@ def test_random_schedules_lose_nothing_and_end(seed: int):
                 break
             state = progress(random, state)
         assert state.done == state.minibatches, "the iteration does not end"
-        assert placement(state) == placement(begun)
+        assert state.placement == begun.placement
         assert state.finished == state.rows
 
 
@@ -202,9 +202,9 @@ def test_simulated_iterations_lose_nothing_and_end(seed: int):
 
     found = Watched(start, lengths, random_policy(random)).run()
     assert seen[-1].done == start.minibatches
-    assert placement(seen[-1]) == placement(start)
+    assert seen[-1].placement == start.placement
     assert found.seconds >= lower_bound(start, lengths) * (1 - 1e-9)
-    assert len(found.switches) == 0 or found.switches[0].origin == placement(start)
+    assert len(found.switches) == 0 or found.switches[0].origin == start.placement
 
 
 def run(seed: int = 0, **given: Any) -> ElasticRun:
