@@ -124,3 +124,11 @@ def test_a_lost_machine_that_only_generates_costs_no_training(runs, how):
     lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
     assert lines == [1, 2, 3, 4, 5]
     assert "placed on new hosts" in (run / "log.txt").read_text()
+
+
+def test_a_run_directory_that_is_not_shared_is_named(runs):
+    command = ["python", DRIVER, "/tmp/alone", "policy", "prompts.jsonl", "2", "layout=d2", "devices=1+1", "every=1"]
+    runs.machines.run(1, ["mkdir", "-p", "/tmp/alone"])
+    done = runs.machines.run(1, command, timeout=200)
+    assert done.returncode == 1
+    assert "on a file system that all machines share" in done.stdout

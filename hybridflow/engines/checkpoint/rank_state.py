@@ -37,6 +37,7 @@ Share = tuple[Box, Region]
 Kinds = Mapping[str, tuple[Layout, Mapping[str, Tensor]]]
 """Kind of state -> its layout, and this rank's tensors by the layout's storage names."""
 _BEFORE_SECONDS, _RESERVED = 300.0, 4096
+_SHARED_SECONDS, _LOOK_SECONDS = 45.0, 0.2  # NFS may know for half a minute that a new directory is not there
 _RANDOM = "random"
 _RANDOM_BYTES = 1 << 15
 _DTYPES = {
@@ -107,8 +108,16 @@ class StateWriter:
     def save(self, file: RankFile, kinds: Kinds) -> None:
         """Returns when the tensors may change; waits for the file before, which ends soon if its save was given up.
 
-        Errors: CheckpointError when that takes too long.
+        Errors: CheckpointError when that takes too long, and when the directory, which the driver made, is not there.
         """
+        end = time.monotonic() + _SHARED_SECONDS
+        while not file.path.parent.is_dir():
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{file.path.parent} is not on {socket.gethostname()}, and the driver has made it: give a directory "
+                    f"on a file system that all machines share."
+                )
+            time.sleep(_LOOK_SECONDS)
         if self._thread is not None:
             self._thread.join(_BEFORE_SECONDS)  # it may be alive for a moment after its report
         if self._thread is not None and self._thread.is_alive():
