@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hybridflow.engines.checkpoint.export import export as export
     from hybridflow.engines.worker_spec import WorkerSpec as WorkerSpec
     from hybridflow.held_out import HeldOut as HeldOut
+    from hybridflow.loader import Mixture as Mixture
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.loader import dynamic_sampling as dynamic_sampling
@@ -93,7 +94,7 @@ _WHERE = {
     "streams.elastic": ("Elastic",),
     "engines.checkpoint.export": ("export",),
     "cli.launch": ("run",),
-    "loader": ("PromptLoader", "TextLoader", "dynamic_sampling", "text_batch"),
+    "loader": ("Mixture", "PromptLoader", "TextLoader", "dynamic_sampling", "text_batch"),
     "placement": ("Placement",),
     "protocols": (
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),

@@ -7,12 +7,11 @@ from threading import Lock
 from typing import Any
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.columns import Objects
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.startup import stage
-from hybridflow.data.prompts import read_prompts
+from hybridflow.data.prompts import Prompts, PromptSource
 from hybridflow.settings import by_name, require
 from hybridflow.tracking.tracker import Tracker
 
@@ -22,9 +21,11 @@ _SHOWN = 8
 class HeldOut:
     """`prompts`, which `actor` (or a rollout group) answers greedily and `reward` judges.
 
-    `prompts` are a Batch or what a PromptLoader reads, and `options` are its. `every` iterations the metric `name` is
-    the mean reward of the present weights (0: only before and after the run). `column`: the rewards that count, such as
-    "rewards/task" where penalties are added to those of the task; a row whose reward is NaN does not count.
+    `prompts` are a Batch, a PromptLoader or Mixture (its prompts, each once), or what a PromptLoader reads, and
+    `options` are its. `every` iterations the metric `name` is the mean reward of the present weights (0: only before
+    and after the run). `column`: the rewards that count, such as "rewards/task" where penalties are added to those of
+    the task; a row whose reward is NaN does not count. `by`: a column, such as the `source` of a Mixture, whose every
+    value v has a metric `name`/v.
 
     Errors: ConfigError, and as PromptLoader.
     """
@@ -34,19 +35,21 @@ class HeldOut:
         self,
         actor: WorkerGroup,
         reward: WorkerGroup,
-        prompts: Batch | str | os.PathLike[str] | Any,
+        prompts: Batch | PromptSource | str | os.PathLike[str] | Any,
         *,
         every: int = 0,
         name: str = "held_out/reward",
         column: str = "rewards",
+        by: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         require(type(every) is int and every >= 0, f"every={every!r}: give iterations, or 0 for none in between.")
         self.actor, self.reward, self.every, self.name, self.column = actor, reward, every, name, column
         if not isinstance(prompts, Batch):
-            records = read_prompts(prompts, **options or {})
-            # columns keep the objects of the file, as in a PromptLoader
-            prompts = Batch({name: Objects(record[name] for record in records) for name in records[0]})
+            found = prompts.prompts if isinstance(prompts, PromptSource) else Prompts(prompts, **options or {})
+            prompts = found.whole().without("row_id")  # the call numbers them
+        self.by = by
+        require(by is None or by in prompts, f"HeldOut(by={by!r}): the prompts have the columns {prompts.columns}.")
         self.prompts = prompts
 
     def after(self, step: int) -> Evaluation:
@@ -73,6 +76,12 @@ class HeldOut:
     def _mean(self, rows: Batch) -> float:
         return float(rows[self.column].nanmean())
 
+    def _metrics(self, batch: BatchRef) -> dict[str, float]:
+        rows = batch.get([self.column, *([] if self.by is None else [self.by])])
+        kinds = [] if self.by is None else rows[self.by]
+        parts = {f"{self.name}/{kind}": rows.filter([each == kind for each in kinds]) for kind in dict.fromkeys(kinds)}
+        return {self.name: self._mean(rows)} | {name: self._mean(part) for name, part in parts.items()}
+
 
 class Evaluation:
     """The metric of answers that are being generated: `get()` waits for them. Empty without a batch."""
@@ -83,6 +92,6 @@ class Evaluation:
     def get(self) -> dict[str, float]:
         with self._lock:  # the tracker asks, and the thread of a checkpoint
             if self._batch is not None:
-                self._metrics = {self._held_out.name: self._held_out._mean(self._batch.get([self._held_out.column]))}
+                self._metrics = self._held_out._metrics(self._batch)
                 self._batch = None  # its rows are not needed any more
             return dict(self._metrics)

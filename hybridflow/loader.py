@@ -1,5 +1,5 @@
-"""PromptLoader: batches of prompts, and the place where the loop waits; TextLoader: rows for pretraining; dynamic
-sampling (DAPO): prompts are drawn until a batch has enough groups with different rewards."""
+"""PromptLoader: batches of prompts, and the place where the loop waits; Mixture of several; TextLoader: rows for
+pretraining; dynamic sampling (DAPO): prompts are drawn until a batch has enough groups with different rewards."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.config import FSDP, VLLM
 from hybridflow.data.lm_dataset import TextSource, read_texts
+from hybridflow.data.mixture import MixtureSource
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.tokenizer import TokenizerLike, as_tokenizer, has_tokenizer, load_tokenizer
 from hybridflow.engines.vllm.requirements import prompt_limit
@@ -73,6 +74,27 @@ class PromptLoader(PromptSource):
             session.iterations.begin(self.in_flight)
             yield BatchRef.from_batch(batch)
         session.iterations.drain()
+
+
+class Mixture(MixtureSource, PromptLoader):
+    """Batches of rows of several PromptLoaders, `sources` by name, in shares that `weights` decide.
+
+        hf.Mixture({"math": math, "code": code}, weights={"math": 0.7, "code": 0.3})
+
+    `weights` are numbers by name (default: equal), or a function of the number of the batch, from 0, that gives them: a
+    curriculum. They need not add up to 1. Shares are exact: after any number of rows a source has had its share to
+    within as many rows as there are sources; `seed` decides where the pattern begins, and `taken` counts the rows. The
+    order of a source's rows is that of its loader. `batch_size`, `steps`, `in_flight` and `workers` are those of the
+    loaders, which must agree.
+
+    Batches are as a PromptLoader's, `row_id` [B] int64 unique over the run, with a column `source` of names, by which
+    `batch.metrics()` reports `source/<name>/...` and RewardWorker(by="source") chooses functions. `defaults` has values
+    of columns for the rows of sources that lack them.
+
+    It stands wherever a PromptLoader does; `state()` and `load_state` continue a run exactly, also with other weights.
+
+    Errors: ConfigError for settings that differ, weights, and a state of other data; PromptError for columns.
+    """
 
 
 class TextLoader(TextSource):

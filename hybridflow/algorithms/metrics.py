@@ -21,11 +21,12 @@ _SCORES = {"rewards": "reward", "costs": "cost"}
 _MEANS = {name: f"environment/{name}" for name in ("turns", "tool_calls", "tool_errors")}
 _MEANS |= {"finished": "response/finished", "kl_coef": "kl/coef", "lagrange": "lagrange/multiplier"}
 _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
+_SOURCES = 32  # a column `source` of more kinds is not a Mixture's
 _TOKEN_COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", *sum(_CRITICS.values(), ()))
 METRIC_COLUMNS = (
     *(*_SCORES, *_MEANS, *_TOKEN_COLUMNS),
     *("response_ids", "response_mask", "reward_failure", "cost_failure", "environment_failure"),
-    *("trajectory_id", "row_id", "num_tokens"),
+    *("trajectory_id", "row_id", "num_tokens", "source"),
 )
 """Columns that `batch_metrics` looks at besides components; it uses those that are there."""
 
@@ -50,6 +51,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     `kl/ref_row` per row; `kl/coef`; `lagrange/multiplier`; `advantage/{mean,std,max,min}` and `return/mean` over valid
     tokens; `critic/explained_variance` = 1 - var(returns - values) / var(returns), and that of `cost_critic`.
 
+    With a column `source` (a Mixture's, of up to 32 names) `source/<name>/share` of the rows, and `reward_mean` and
+    `length_mean` of its rows as above.
+
     From `log_probs` of the sampling engine and `old_log_probs` of the training engine, over valid tokens:
     `actor/rollout_log_prob_diff` = mean |d| with d = log_probs - old_log_probs, and `..._max`; `rollout/kl` = mean d
     and `rollout/kl_k3`, estimates of KL(sampling || training) in nats per token; with w = exp(-d), d kept within +-20,
@@ -70,6 +74,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         out |= _score_metrics(batch, column, name, mask)
     if "response_ids" in batch:
         out |= _lengths(batch, mask)
+    if "source" in batch:
+        out |= _by_source(batch, mask)
     if "environment_failure" in batch and isinstance(reasons := batch.peek("environment_failure"), list):
         out["environment/failed"] = sum(reason is not None for reason in reasons) / len(reasons)
     out |= {name: _dense(batch.peek(column)).mean().item() for column, name in _MEANS.items() if column in batch}
@@ -97,6 +103,24 @@ def _score_metrics(batch: Batch, column: str, name: str, mask: Ragged | None) ->
             scores = row_scores(batch.peek(found), mask, found)
             if bool((applies := counts & ~scores.isnan()).any()):  # nan: the component does not apply to the row
                 out[f"{name}/{found.removeprefix(f'{column}/')}/mean"] = scores[applies].mean().item()
+    return out
+
+
+def _by_source(batch: Batch, mask: Ragged | None) -> dict[str, float]:
+    names, out = batch.peek("source"), dict[str, float]()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return out
+    if len(kinds := sorted(set(names))) > _SOURCES:
+        return out
+    for kind in kinds:
+        rows = [i for i, name in enumerate(names) if name == kind]
+        part, its = batch.reorder(rows), None if mask is None else Batch({"mask": mask}).reorder(rows)["mask"]
+        found = _score_metrics(part, "rewards", "reward", its)
+        found |= _lengths(part, None) if "response_ids" in part else {}
+        found |= {"share": len(rows) / len(batch)}
+        for name, own in (("share", "share"), ("reward/mean", "reward_mean"), ("response/length_mean", "length_mean")):
+            if name in found:
+                out[f"source/{kind}/{own}"] = found[name]
     return out
 
 

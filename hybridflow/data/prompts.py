@@ -95,6 +95,16 @@ class Prompts:
     def columns(self) -> list[str]:
         return sorted("prompt" if column == self.prompt else column for column in self._columns or ())
 
+    @property
+    def tokenizes(self) -> bool:
+        """Whether batches have `prompt_ids`."""
+        return self._tokenizer is not None
+
+    def whole(self) -> Batch:
+        """All prompts, each once and in their order."""
+        draws = [Draw(0, index) for index in range(len(self))]
+        return self.batch(range(len(draws)), self.read(draws))
+
     def place(self, index: int) -> str:
         """The place of prompt `index`: file and line, or row."""
         return self.records.place(self._at(index))
@@ -221,17 +231,6 @@ class Prompts:
                 raise PromptError(f"{place}: column {column!r} is a {type(column).__name__}; names are texts.")
             if column != self.prompt and (column in RESERVED or column.startswith(RESERVED_PREFIXES)):
                 raise PromptError(f"{place}: column {column!r} is written by hybridflow. Rename it.")
-
-
-def read_prompts(
-    source: Any, *, prompt: str = "prompt", split: str | None = None, name: str | None = None, map: Map | None = None
-) -> list[Record]:
-    """All records of `source` as dicts with `prompt` (text, or a list of chat messages) and the same further columns.
-
-    Arguments and errors are those of `PromptLoader`.
-    """
-    prompts = Prompts(source, prompt=prompt, split=split, name=name, map=map)
-    return [prompts[index] for index in range(len(prompts))]
 
 
 class PromptSource(ResumableSampler):

@@ -73,6 +73,7 @@ class ResumableSampler:
         self._same = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, **identity}
         self._identity, self._may_change = identity.keys(), identity.keys() if allow_changed else ()
         self._drawn = 0  # batches so far: the only changing state
+        self._shuffled, self._order = -1, torch.empty(0, dtype=torch.int64)  # the epoch of this permutation
 
     def __iter__(self) -> Iterator[Any]:
         return self.drawn()
@@ -148,22 +149,21 @@ class ResumableSampler:
         except PromptError as error:
             return PromptError(*error.args)  # as a value: raised in a worker it would come with another message
 
-    def _draws(self, batch: int) -> Iterator[list[Draw]]:
+    def draw(self, number: int) -> Draw:
+        """Row `number` of the run."""
+        epoch, index = divmod(number, len(self._dataset))
+        if not self._same["shuffle"]:
+            return Draw(epoch, index)
+        if epoch != self._shuffled:
+            # a generator per epoch, so that any point of the run is found without drawing what came before
+            generator = torch.Generator().manual_seed((self._same["seed"] * 1_000_003 + epoch) % 2**63)
+            self._shuffled, self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
+        return Draw(epoch, int(self._order[index]))
+
+    def _draws(self, batch: int) -> Iterator[list[Any]]:
         """The draws of each batch from number `batch` on."""
-        rows, seed = len(self._dataset), self._same["seed"]
-        shuffled, permutation = -1, torch.empty(0, dtype=torch.int64)
         while self.steps is None or batch < self.steps:
-            draws = []
-            for number in range(batch * self.batch_size, (batch + 1) * self.batch_size):
-                epoch, index = divmod(number, rows)
-                if self._same["shuffle"]:
-                    if epoch != shuffled:
-                        # a generator per epoch, so that any point of the run is found without drawing what came before
-                        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-                        shuffled, permutation = epoch, torch.randperm(rows, generator=generator)
-                    index = int(permutation[index])
-                draws.append(Draw(epoch, index))
-            yield draws
+            yield [self.draw(number) for number in range(batch * self.batch_size, (batch + 1) * self.batch_size)]
             batch += 1
 
 

@@ -37,6 +37,11 @@ class Table:
     def part(self, start: int, stop: int) -> Rows:
         return {name: values[start:stop] for name, values in self.columns.items()}
 
+    def take(self, at: Sequence[int]) -> Table:
+        """The rows at these places."""
+        columns = {name: [values[i] for i in at] for name, values in self.columns.items()}
+        return Table(columns, [self.rows[i] for i in at], [self.lengths[i] for i in at])
+
 
 class FunctionReward:
     """A reward function, with a check of everything that it returns.

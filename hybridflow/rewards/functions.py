@@ -68,7 +68,8 @@ class Functions:
     `functions` is one, a list, or a mapping from names to functions (conventions: FunctionReward; verl's
     compute_score: from_compute_score). The reward of a row is the sum of weight * value over the functions that did not
     return None for it (`weights`: a list, or a mapping by name; default 1). With several functions each writes its own
-    values as a column `rewards/<name>`, NaN where it answered None; at level "token" the sum over the row.
+    values as a column `rewards/<name>`, NaN where it answered None; at level "token" the sum over the row. With `by`, a
+    column of names such as the `source` of a Mixture, a row is judged by the function of its name alone.
 
     `workers` worker processes run the functions, each call (of a row, or of a share of the rows for functions that take
     all rows) for at most `timeout` seconds; workers=0 with a `timeout` is one worker. Without a `timeout` the limit is
@@ -91,6 +92,7 @@ class Functions:
         timeout: float | None = None,
         on_failure: OnFailure = "raise",
         column: str = "rewards",
+        by: str | None = None,
     ) -> None:
         for name, value, known in (("level", level, LEVELS), ("on_failure", on_failure, ON_FAILURE)):
             choices = ", ".join(map(repr, known))
@@ -100,7 +102,10 @@ class Functions:
         require(good, what)
         good = timeout is None or (is_number(timeout) and timeout > 0)
         require(good, f"reward functions: timeout={timeout!r} must be a number of seconds above 0.")
+        good = by is None or isinstance(functions, Mapping)
+        require(good, f"reward functions: by={by!r} chooses a function by its name: give {{'math': f, 'code': g}}.")
         by_name = named(functions)
+        self.by = by
         self.names = tuple(by_name)
         self.weights = weights_of(weights, self.names)
         self.level, self.on_failure, self.column = level, on_failure, column
@@ -121,7 +126,7 @@ class Functions:
     @property
     def reads(self) -> tuple[str, ...] | None:
         """Columns besides the texts and row_id ("name?" where it may be missing); None: every column."""
-        entries: dict[str, None] = {}
+        entries: dict[str, None] = {} if self.by is None else {self.by: None}
         for reward in self.rewards:
             if reward.reads is None:
                 return None
@@ -149,14 +154,33 @@ class Functions:
     ) -> Scores:
         """Scores of all rows. Errors: RewardError naming function, its place, row and column."""
         given = dict(columns) if response_ids is None else {**columns, "response_ids": response_ids}
-        tables = [reward.table(prompts, responses, given, row_ids) for reward in self.rewards]
+        whole = [reward.table(prompts, responses, given, row_ids) for reward in self.rewards]
+        places = self._places(whole[0], columns)
+        tables = [table.take(at) for table, at in zip(whole, places)] if self.by else whole
         self.check()
         if self._pool is not None:
-            answers = self._judged(tables, self._run_in_workers)
+            found = self._judged(tables, self._run_in_workers)
         else:
             with CallLimit() as limit:
-                answers = self._judged(tables, partial(self._run_here, limit))
-        return self._scores(answers, tables[0])
+                found = self._judged(tables, partial(self._run_here, limit))
+        answers: list[list[Answer]] = [[{VALUE: None}] * len(whole[0].rows) for _ in found]
+        for own, at, given_answers in zip(answers, places, found, strict=True):
+            for place, answer in zip(at, given_answers, strict=True):
+                own[place] = answer
+        return self._scores(answers, whole[0])
+
+    def _places(self, table: Table, columns: Columns) -> list[Sequence[int]]:
+        """For each function the rows that it judges. Errors: RewardError for a name without a function."""
+        if self.by is None:
+            return [range(len(table.rows))] * len(self.names)
+        kinds: Any = columns[self.by]
+        for row, kind in zip(table.rows, kinds, strict=True):
+            if kind not in self.names:
+                raise RewardError(
+                    f"row {row} has {self.by}={kind!r}, for which there is no reward function; there are those of "
+                    f"{', '.join(self.names)}. Give function={{..., {kind!r}: f}}."
+                )
+        return [[i for i, kind in enumerate(kinds) if kind == name] for name in self.names]
 
     def _judged(
         self, tables: Sequence[Table], run: Callable[[Sequence[Chunk]], Iterable[Outcome]]

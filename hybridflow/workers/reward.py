@@ -29,7 +29,7 @@ from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.reward_model import TEXT_READS, Retokenizer, Template, check_reward_model, retokenizes
 
-_OF_FUNCTIONS: dict[str, Any] = {"weights": None, "workers": 0, "timeout": None, "on_failure": "raise"}
+_OF_FUNCTIONS: dict[str, Any] = {"weights": None, "by": None, "workers": 0, "timeout": None, "on_failure": "raise"}
 _OF_MODELS: dict[str, Any] = {"template": "auto"}
 
 
@@ -84,6 +84,7 @@ class ScoreWorker(ModelWorker):
         train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
         function: Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]] | None = None,
         weights: Sequence[float] | Mapping[str, float] | None = None,
+        by: str | None = None,
         level: Literal["sample", "token"] = "sample",
         workers: int = 0,
         timeout: float | None = None,
@@ -94,7 +95,7 @@ class ScoreWorker(ModelWorker):
     ) -> None:
         self.level, self.on_failure = level, on_failure
         if model is None:
-            settings = {"weights": weights, "workers": workers, "timeout": timeout, "on_failure": on_failure}
+            settings = {"weights": weights, "by": by, "workers": workers, "timeout": timeout, "on_failure": on_failure}
             self.functions = _functions(self.role, {"function": function, "level": level, **settings})
             self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
             return
@@ -168,8 +169,10 @@ class RewardWorker(ScoreWorker):
     Functions: `function(prompts, completions, **columns) -> list[float]` (or several, with `weights`) gets texts and
     the batch columns that its parameters name; with a first parameter named `prompt` it is called row by row. See
     `hf.rewards` for all conventions. Each rank scores its share of the rows, so a function must not rely on seeing the
-    whole batch. With `workers` it runs in that many worker processes per rank, each call within `timeout` seconds.
-    A failed row raises; with `on_failure="zero"` it gets 0, with "mask" it is also excluded from training.
+    whole batch. With `by`, a column, a row is judged by the function of its name alone: `function={"math": f,
+    "code": g}, by="source"` for a Mixture; every row needs one. With `workers` they run in that many worker processes
+    per rank, each call within `timeout` seconds. A failed row raises; with `on_failure="zero"` it gets 0, with "mask"
+    it is also excluded from training.
     `tokenizer` is needed when the batch has token ids and no texts.
 
     Models: `tokenizer` is the actor's. If the model's own differs, rows are decoded and re-encoded: chat messages in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import datasets
@@ -93,3 +94,54 @@ def test_the_cure_of_a_long_prompt_continues_a_run(caplog, policy):
     assert "prompts=5, this loader has 3" in caplog.text
     with pytest.raises(hf.errors.ConfigError, match="has seed=0, this loader has 1"):
         hf.PromptLoader(RECORDS, **given, seed=1, allow_changed=True).load_state(state)
+
+
+def length(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def none(completions: list[str]) -> list[float]:
+    return [-1.0] * len(completions)
+
+
+def test_a_mixture_trains_in_a_run_that_is_stopped_and_continues(cluster, pool, place, policy, tmp_path):
+    """Rewards, metrics and held-out means by source, and the rows of a run that was never stopped."""
+    cluster.parts.clear()
+    actor = place(hf.ActorWorker, pool[:1], model=policy, train=hf.Megatron(), generate=hf.VLLM(), optim=hf.Adam(lr=0))
+    reward = place(hf.RewardWorker, pool[:1], function={"colour": length, "word": none}, by="source")
+
+    def mixture() -> hf.Mixture:
+        sources = {"colour": RECORDS, "word": [record | {"question": "a"} for record in RECORDS]}
+        loaders = {
+            name: hf.PromptLoader(rows, prompt="question", batch_size=4, steps=5) for name, rows in sources.items()
+        }
+        return hf.Mixture(loaders, weights=lambda step: {"colour": 3, "word": 1 + step}, seed=2)
+
+    whole, seen = [batch["prompt"] for batch in mixture().drawn()], []
+
+    def train(until: int) -> dict[str, float]:
+        held_out = hf.HeldOut(actor, reward, mixture(), every=5, by="source", column="rewards")
+        run = hf.Run(tmp_path / "run", every=1, console=False, held_out=held_out)
+        for prompts in run.loop(mixture()):
+            batch = actor.generate_sequences(prompts, max_tokens=3)
+            batch |= reward.compute_reward(batch)
+            seen.append(list(batch.get("prompt")["prompt"]))
+            run.step(batch)
+            if run.checkpoints.done == until:
+                run.checkpoints.save()
+                run.finish()
+                cluster.parts.clear()
+                cluster.iterations.done_before = 0
+                return {}
+        run.finish()
+        return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()][-1]
+
+    train(until=2)
+    last = train(until=99)
+    cluster.parts.clear()
+    cluster.iterations.done_before = 0
+    assert seen == [list(prompts) for prompts in whole]
+    assert last["source/word/reward_mean"] == last["reward/word/mean"] == last["held_out/reward/word"] == -1.0
+    assert last["source/colour/reward_mean"] == last["reward/colour/mean"] >= 0
+    assert last["source/colour/share"] + last["source/word/share"] == 1.0
+    assert last["held_out/reward"] == pytest.approx((last["held_out/reward/colour"] - 1.0) / 2)

@@ -13,12 +13,16 @@ import pytest
 import torch
 from tokenizers import normalizers
 
-from hybridflow.data.prompts import PromptSource, read_prompts
+from hybridflow.data.prompts import Prompts, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, PromptError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 KEPT = ["p2", "p5", "p4", "p0", "p3", "p1", "p3", "p1", "p5", "p2", "p4", "p0"]  # six prompts, seed 3
+
+
+def records_of(source: Any, **options: Any) -> list[dict]:
+    return list(Prompts(source, **options))
 
 
 def prompts(n: int) -> list[dict]:
@@ -33,8 +37,8 @@ def test_prompts_from_a_file_keep_their_columns(tmp_path):
     path = tmp_path / "prompts.jsonl"
     records = [{"prompt": "é=", "answer": 3, "tags": ["a"]}, {"prompt": MESSAGES, "answer": None, "tags": []}]
     path.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in records) + "\n\n", encoding="utf-8")
-    assert read_prompts(path) == records
-    assert read_prompts(str(path)) == read_prompts(records)
+    assert records_of(path) == records
+    assert records_of(str(path)) == records_of(records)
 
 
 @pytest.mark.parametrize(
@@ -74,24 +78,24 @@ def test_bad_files_are_refused_with_line_and_column(tmp_path, lines, message):
 
 def test_bad_sources_are_refused(tmp_path):
     with pytest.raises(PromptError, match="there is no prompt file"):
-        read_prompts(tmp_path / "none.jsonl")
+        records_of(tmp_path / "none.jsonl")
     with pytest.raises(PromptError, match=r"is a directory without \.parquet or \.jsonl files"):
-        read_prompts(tmp_path)
+        records_of(tmp_path)
     for number, bad in ((1, b"\xff\xfe\x00\x80"), (3, b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "\xe9"}\n')):
         (tmp_path / "binary").write_bytes(bad)
         with pytest.raises(
             PromptError, match=rf"binary, line {number} is not UTF-8 text: 0x(ff at byte 1|e9 at byte 13)"
         ):
-            read_prompts(tmp_path / "binary")
+            records_of(tmp_path / "binary")
     (tmp_path / "marked").write_bytes(b'\xef\xbb\xbf{"prompt": "\xe2\x80\xa8"}\r\n\xc2\xa0\n')
-    assert read_prompts(tmp_path / "marked") == [{"prompt": "\u2028"}]
+    assert records_of(tmp_path / "marked") == [{"prompt": "\u2028"}]
     with pytest.raises(PromptError, match="record 1 has no column 'prompt'"):
-        read_prompts([{"prompt": "a"}, {"promt": "b"}])
+        records_of([{"prompt": "a"}, {"promt": "b"}])
     with pytest.raises(PromptError, match="the list of prompts has no prompts"):
-        read_prompts([])
+        records_of([])
     for odd in (None, 3, {"prompt": "a"}):
         with pytest.raises(PromptError, match="give a JSONL or Parquet file, a dataset, or a list of mappings"):
-            read_prompts(odd)
+            records_of(odd)
     for bad in ({}, {"steps": 0}, {"batch_size": 2.0}, {"batch_size": None}, {"max_prompt_tokens": 0}):
         with pytest.raises(ConfigError, match="whole number of at least 1"):
             PromptSource(prompts(3), **({"batch_size": 2 if bad else 0} | bad))
@@ -195,18 +199,18 @@ def test_a_tokenizer_is_given_in_any_form(tmp_path):
 
 def test_another_column_holds_the_prompts():
     records = [{"question": "q", "answer": "a"}, {"question": "r", "answer": "b"}]
-    assert read_prompts(records, prompt="question")[1] == {"prompt": "r", "answer": "b"}
+    assert records_of(records, prompt="question")[1] == {"prompt": "r", "answer": "b"}
     assert records[0] == {"question": "q", "answer": "a"}
     with pytest.raises(
         PromptError, match=r"record 0 has no column 'prompt'; .* Name the one with the prompts by prompt="
     ):
-        read_prompts(records)
+        records_of(records)
     with pytest.raises(PromptError, match=r"record 0 has no column 'qestion'; .* Did you mean 'question'"):
-        read_prompts(records, prompt="qestion")
+        records_of(records, prompt="qestion")
     with pytest.raises(PromptError, match="prompt='question' becomes the column 'prompt', and there is one already"):
-        read_prompts([{"question": "q", "prompt": "p"}], prompt="question")
+        records_of([{"question": "q", "prompt": "p"}], prompt="question")
     with pytest.raises(PromptError, match="record 1: column 'question' is null"):
-        read_prompts([{"question": "q"}, {"question": None}], prompt="question")
+        records_of([{"question": "q"}, {"question": None}], prompt="question")
 
 
 def test_records_are_mapped_and_checked_before_the_run():
@@ -219,7 +223,7 @@ def test_records_are_mapped_and_checked_before_the_run():
     assert calls == ["one", "two"]
     next(iter(drawn))
     assert sorted(calls) == ["one", "one", "two", "two"]
-    assert read_prompts(records[:1], map=final) == [{"prompt": "one", "answer": "1"}]
+    assert records_of(records[:1], map=final) == [{"prompt": "one", "answer": "1"}]
     with pytest.raises(PromptError, match="record 1: map=final raised IndexError: list index out of range"):
         PromptSource(records, batch_size=1, map=final)
     for bad, message in (

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridflow.data.prompts import Prompts, PromptSource, read_prompts
+from hybridflow.data.prompts import Prompts, PromptSource
 from hybridflow.data.records import open_records
 from hybridflow.errors import ConfigError, PromptError
 
@@ -26,6 +26,10 @@ RECORDS: list[dict[str, Any]] = [
     for i in range(11)
 ]
 CHATS = [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": str(i)}]} for i in range(5)]
+
+
+def records_of(source: Any, **options: Any) -> list[dict]:
+    return list(Prompts(source, **options))
 
 
 def write_parquet(path: Path, records: list[dict], **options: Any) -> Path:
@@ -78,7 +82,7 @@ def test_every_source_gives_the_same_batches(sources):
     expected = [batch.to_dicts() for batch in PromptSource(RECORDS, batch_size=4, steps=8, seed=2)]
     fingerprints = set()
     for name, (source, options) in sources.items():
-        assert read_prompts(source, **options) == RECORDS, name
+        assert records_of(source, **options) == RECORDS, name
         drawn = PromptSource(source, batch_size=4, steps=8, seed=2, **options)
         assert [batch.to_dicts() for batch in drawn] == expected, name
         fingerprints.add(drawn.state()["fingerprint"])
@@ -87,8 +91,8 @@ def test_every_source_gives_the_same_batches(sources):
 
 def test_tables_keep_messages_and_pass_through_map(tmp_path):
     for source in (write_parquet(tmp_path / "chats.parquet", CHATS), datasets.Dataset.from_list(CHATS)):
-        assert read_prompts(source) == CHATS
-        mapped = read_prompts(source, map=lambda record: {"prompt": record["prompt"][1]["content"]})
+        assert records_of(source) == CHATS
+        mapped = records_of(source, map=lambda record: {"prompt": record["prompt"][1]["content"]})
         assert mapped == [{"prompt": str(i)} for i in range(5)]
 
 
@@ -152,26 +156,26 @@ def test_files_that_do_not_fit_together(tmp_path):
         ("none.parquet", r"there is no prompt file .*none\.parquet"),
     ):
         with pytest.raises(PromptError, match=message):
-            read_prompts(str(tmp_path / source))
+            records_of(str(tmp_path / source))
     with pytest.raises(PromptError, match="there is no prompt file"):
-        read_prompts([tmp_path / "kinds" / "a.jsonl", tmp_path / "kinds" / "b.jsonl"])
+        records_of([tmp_path / "kinds" / "a.jsonl", tmp_path / "kinds" / "b.jsonl"])
 
 
 def test_splits_that_are_not_there(tmp_path):
     dataset = datasets.Dataset.from_list(RECORDS)
     both = datasets.DatasetDict(train=dataset, test=dataset)
     with pytest.raises(PromptError, match="has the splits test, train: choose one with split="):
-        read_prompts(both)
+        records_of(both)
     with pytest.raises(PromptError, match=r"has no split 'tain'\. Did you mean 'train'"):
-        read_prompts(both, split="tain")
+        records_of(both, split="tain")
     with pytest.raises(PromptError, match="streaming dataset"):
-        read_prompts(dataset.to_iterable_dataset())
+        records_of(dataset.to_iterable_dataset())
     with pytest.raises(PromptError, match="has a transform"):
-        read_prompts(dataset.with_transform(lambda rows: rows))
+        records_of(dataset.with_transform(lambda rows: rows))
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     for source, options in ((path, {"split": "train"}), (RECORDS, {"split": "train"}), (dataset, {"name": "main"})):
         with pytest.raises(ConfigError, match=r"of Hugging Face datasets|of the Hugging Face Hub"):
-            read_prompts(source, **options)
+            records_of(source, **options)
 
 
 def test_names_of_the_hub_come_from_its_cache(tmp_path, monkeypatch):
@@ -182,18 +186,18 @@ def test_names_of_the_hub_come_from_its_cache(tmp_path, monkeypatch):
     files = "".join(f"\n  - split: {split}\n    path: main/{split}*" for split in ("train", "test"))
     (home / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:{files}\n---\n")
     asked = {"name": "main", "prompt": "question"}
-    assert len(read_prompts(home, split="test", **asked)) == 3
+    assert len(records_of(home, split="test", **asked)) == 3
     (tmp_path / "cache" / "gsm8k").rename(tmp_path / "cache" / "openai___gsm8k")
-    assert [r["prompt"] for r in read_prompts("openai/gsm8k", split="train", **asked)] == [f"p{i}" for i in range(11)]
-    assert len(read_prompts("openai/gsm8k", split="train[2:7]", **asked)) == 5
+    assert [r["prompt"] for r in records_of("openai/gsm8k", split="train", **asked)] == [f"p{i}" for i in range(11)]
+    assert len(records_of("openai/gsm8k", split="train[2:7]", **asked)) == 5
     with pytest.raises(PromptError, match="openai/gsm8k has the splits test, train"):
-        read_prompts("openai/gsm8k", **asked)
+        records_of("openai/gsm8k", **asked)
     with pytest.raises(PromptError, match=r"gsm8k, name='main', split='dev': .*cannot be loaded: Unknown split"):
-        read_prompts("openai/gsm8k", split="dev", **asked)
+        records_of("openai/gsm8k", split="dev", **asked)
     with pytest.raises(PromptError, match="nobody/nothing: there is no such file or directory, and as a dataset"):
-        read_prompts("nobody/nothing")
+        records_of("nobody/nothing")
     with pytest.raises(PromptError, match=r"there is no prompt file data/none\.jsonl"):
-        read_prompts("data/none.jsonl")
+        records_of("data/none.jsonl")
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.parquet"])

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from hybridflow.data.prompts import read_prompts
+from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.models.spec import ModelSpec
 from recipes.arithmetic import Arithmetic, exact_match, make
@@ -39,7 +39,7 @@ def test_it_is_made_once_and_the_same_again(files, tmp_path):
 
 
 def test_held_out_problems_are_in_no_training(files):
-    train, held_out = read_prompts(files.train), read_prompts(files.held_out)
+    train, held_out = list(Prompts(files.train)), list(Prompts(files.held_out))
     assert len(held_out) == 8
     assert len({r["prompt"] for r in train + held_out}) == 36
     for record in train + held_out:

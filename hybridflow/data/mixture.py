@@ -1,0 +1,201 @@
+"""Mixture of prompt sources: whose turn each row is, and the rows of several sources as one batch."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hybridflow.batch.batch import Batch
+from hybridflow.data.prompts import Prompts, PromptSource
+from hybridflow.data.records import Record
+from hybridflow.data.resumable_sampler import Draw, ResumableSampler, State
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError, PromptError, nearest
+from hybridflow.settings import by_name, is_number, require
+
+Weights = Mapping[str, float]
+COLUMN = "source"
+_SHARED = ("batch_size", "steps", "in_flight", "workers")
+
+
+class MixedDraw(NamedTuple):
+    """A draw of one source."""
+
+    source: str
+    draw: Draw
+
+
+class Turns:
+    """Whose turn is next, by weights: each row adds every source's share to its credit, and the largest pays for it.
+
+    After any number of rows each source has had its share to within a few rows, also if weights change. `taken` counts
+    the rows of each source; `seed` decides where the pattern begins.
+    """
+
+    def __init__(self, names: Sequence[str], seed: int) -> None:
+        rng = random.Random(seed)
+        first = {name: rng.random() for name in names}
+        self.taken = dict.fromkeys(names, 0)
+        self.credit = {name: value - sum(first.values()) / len(first) for name, value in first.items()}
+
+    def copy(self) -> Turns:
+        out = object.__new__(Turns)
+        out.taken, out.credit = dict(self.taken), dict(self.credit)
+        return out
+
+    def next(self, weights: Weights) -> tuple[str, int]:
+        """The source of the next row, and the number of that row among the source's."""
+        total, able = sum(weights.values()), [name for name in self.taken if weights[name] > 0]
+        for name in able:
+            self.credit[name] += weights[name] / total
+        name = max(able, key=self.credit.__getitem__)
+        self.credit[name] -= 1.0
+        self.taken[name] += 1
+        return name, self.taken[name] - 1
+
+
+class MixedPrompts:
+    """The prompts of several sources, as a `Dataset` of `MixedDraw`s; `defaults` fill columns that a source lacks."""
+
+    def __init__(self, parts: Mapping[str, Prompts], defaults: Record) -> None:
+        self.parts, self.defaults = dict(parts), dict(defaults)
+        found = {name: set(part.columns) for name, part in parts.items()}
+        every = set().union(*found.values())
+        for name, columns in found.items():
+            if COLUMN in columns:
+                raise PromptError(
+                    f"Mixture: {name!r} has a column {COLUMN!r}, which Mixture writes. Rename it by the loader's map=."
+                )
+            if missing := sorted(every - columns - self.defaults.keys()):
+                owner = next(other for other, others in found.items() if missing[0] in others)
+                raise PromptError(
+                    f"Mixture: {name!r} has no column {missing[0]!r}, which {owner!r} has. Give a value for "
+                    f"rows without it, defaults={{{missing[0]!r}: None}}, or drop it by map=."
+                )
+        if unused := sorted(self.defaults.keys() - every):
+            hint = nearest(unused[0], sorted(every))
+            raise ConfigError(f"Mixture(defaults=): no source has a column {unused[0]!r}.{hint}")
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+    @property
+    def columns(self) -> list[str]:
+        return sorted({COLUMN}.union(*(part.columns for part in self.parts.values())))
+
+    def check_fit(self, tokens: int, tokenizer: Callable[[], Tokenizer], where: str) -> None:
+        """As `Prompts.check_fit`."""
+        for part in self.parts.values():
+            part.check_fit(tokens, tokenizer, where)
+
+    def read(self, draws: Sequence[MixedDraw]) -> tuple[list[Record], list[list[int]] | None]:
+        """Records and, with tokenizers, their token ids, in the order of `draws`. Errors: as `Prompts.read`."""
+        records, ids = dict[int, Record](), dict[int, list[int]]()
+        for name, part in self.parts.items():
+            at = [i for i, drawn in enumerate(draws) if drawn.source == name]
+            found, tokens = part.read([draws[i].draw for i in at]) if at else ([], None)
+            records |= {i: self.defaults | one | {COLUMN: name} for i, one in zip(at, found, strict=True)}
+            ids |= dict(zip(at, tokens, strict=True)) if tokens is not None else {}
+        rows = range(len(draws))
+        return [records[i] for i in rows], [ids[i] for i in rows] if ids else None
+
+    def batch(self, numbers: range, rows: tuple[list[Record], list[list[int]] | None]) -> Batch:
+        """As `Prompts.batch`, with the column `source`."""
+        return next(iter(self.parts.values())).batch(numbers, rows)
+
+    def whole(self) -> Batch:
+        """All prompts, each once, source by source."""
+        draws = [MixedDraw(name, Draw(0, i)) for name, part in self.parts.items() for i in range(len(part))]
+        return self.batch(range(len(draws)), self.read(draws))
+
+
+class MixtureSource(PromptSource):
+    """The batches of a `Mixture`, with its arguments, on this process alone: it yields `Batch`es, and never waits."""
+
+    @by_name
+    def __init__(
+        self,
+        sources: Mapping[str, PromptSource],
+        *,
+        weights: Weights | Callable[[int], Weights] | None = None,
+        seed: int = 0,
+        defaults: Record | None = None,
+    ) -> None:
+        require(isinstance(sources, Mapping) and len(sources) > 0, "Mixture: give loaders by name, {'math': loader}.")
+        for name, one in sources.items():
+            good = isinstance(name, str) and isinstance(one, PromptSource) and not isinstance(one, MixtureSource)
+            require(good, f"Mixture: source {name!r} is a {type(one).__name__}. Give PromptLoaders by name.")
+        same: dict[str, Any] = {}
+        for setting in _SHARED:
+            values = {name: getattr(one, setting) for name, one in sources.items()}
+            require(len(set(values.values())) == 1, f"Mixture: {setting} of the loaders differs: {values}. Give one.")
+            same[setting] = next(iter(values.values()))
+        if len({one.prompts.tokenizes for one in sources.values()}) > 1:
+            raise ConfigError("Mixture: some loaders have a tokenizer= and others not. Give it to all, or to none.")
+        self.sources = dict(sources)
+        self.in_flight, self.check_context = same.pop("in_flight"), any(one.check_context for one in sources.values())
+        mixed: Any = MixedPrompts({name: one.prompts for name, one in sources.items()}, defaults or {})
+        self.prompts = mixed
+        self._weights = dict.fromkeys(sources, 1.0) if weights is None else weights
+        # the order of rows is that of the sources, which have seeds of their own
+        ResumableSampler.__init__(self, mixed, {"names": sorted(sources)}, seed=seed, shuffle=False, **same)
+        self._turns, self._ahead = Turns(sorted(sources), seed), deque[Turns]()
+        self.weights(0)
+
+    @property
+    def filtered(self) -> int:
+        """Number of prompts left out for more than `max_prompt_tokens` tokens."""
+        return sum(one.filtered for one in self.sources.values())
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Rows drawn so far, by source."""
+        return dict(self._turns.taken)
+
+    def weights(self, step: int) -> dict[str, float]:
+        """The weights of batch `step`, counted from 0. Errors: ConfigError unless each source has a number."""
+        found = self._weights(step) if callable(self._weights) else self._weights
+        where = f"Mixture: the weights of step {step} are {found!r}"
+        require(isinstance(found, Mapping), f"{where}: give numbers by name, such as {{'math': 0.7, 'code': 0.3}}.")
+        if differing := sorted(map(str, found.keys() ^ self.sources.keys())):
+            raise ConfigError(f"{where}: {differing[0]!r} is not in both; sources are {sorted(self.sources)}.")
+        good = all(is_number(value) and value >= 0 for value in found.values()) and any(found.values())
+        require(good, f"{where}: give numbers of at least 0, and one above.")
+        return {name: float(value) for name, value in found.items()}
+
+    def drawn(self) -> Iterator[Batch]:
+        """The remaining batches. Errors: as a PromptLoader's, and ConfigError for the weights of a step."""
+        for batch in super().drawn():
+            self._turns = self._ahead.popleft()  # now that the batch counts as drawn
+            yield batch
+
+    def state(self) -> State:
+        """State for `load_state` to continue with the next batch: plain data, for JSON."""
+        turns = self._turns
+        rows = {n: {"rows": turns.taken[n], "credit": turns.credit[n]} for n in self.sources}
+        return super().state() | {"sources": {n: one.state() | rows[n] for n, one in self.sources.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Weights may differ from those of the saved run. Errors: as a PromptLoader's, naming the source."""
+        super().load_state(state)
+        turns = self._turns.copy()
+        for name, one in self.sources.items():
+            saved = state.get("sources", {}).get(name)
+            try:
+                one.load_state(saved)  # which checks that the data are the same; the loader itself draws no batch
+            except ConfigError as error:
+                raise ConfigError(f"Mixture, source {name!r}: {error}") from error
+            turns.taken[name], turns.credit[name] = saved["rows"], saved["credit"]
+        self._turns = turns
+
+    def _draws(self, batch: int) -> Iterator[list[Any]]:
+        turns = self._turns.copy()
+        self._ahead.clear()
+        while self.steps is None or batch < self.steps:
+            weights = self.weights(batch)
+            whose = [turns.next(weights) for _ in range(self.batch_size)]
+            self._ahead.append(turns.copy())
+            yield [MixedDraw(name, self.sources[name].draw(number)) for name, number in whose]
+            batch += 1
