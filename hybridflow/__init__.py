@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hybridflow.engines.checkpoint.export import export as export
     from hybridflow.engines.worker_spec import WorkerSpec as WorkerSpec
     from hybridflow.held_out import HeldOut as HeldOut
+    from hybridflow.held_out import HeldOutLoss as HeldOutLoss
     from hybridflow.loader import Mixture as Mixture
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
@@ -100,7 +101,7 @@ _WHERE = {
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "register"),
     ),
-    "held_out": ("HeldOut",),
+    "held_out": ("HeldOut", "HeldOutLoss"),
     "run.run_state": ("load", "save"),
     "run.training_run": ("Run",),
     "streams.stream": ("stream",),

@@ -68,12 +68,17 @@ class PromptLoader(PromptSource):
         return super().drawn()
 
     def __iter__(self) -> Iterator[BatchRef]:
-        session = Session.current()
-        session.attach(self)
-        for batch in session.iterations.timed(self.drawn(), "loader", ahead=1):
-            session.iterations.begin(self.in_flight)
-            yield BatchRef.from_batch(batch)
-        session.iterations.drain()
+        return _iterations(self, self.in_flight)
+
+
+def _iterations(loader: PromptLoader | TextLoader, in_flight: int) -> Iterator[BatchRef]:
+    """The batches of a loader, each of which begins an iteration."""
+    session = Session.current()
+    session.attach(loader)
+    for batch in session.iterations.timed(loader.drawn(), "loader", ahead=1):
+        session.iterations.begin(in_flight)
+        yield BatchRef.from_batch(batch)
+    session.iterations.drain()
 
 
 class Mixture(MixtureSource, PromptLoader):
@@ -98,7 +103,7 @@ class Mixture(MixtureSource, PromptLoader):
 
 
 class TextLoader(TextSource):
-    """Batches of `batch_size` texts for the pretraining loss, without end: `actor.update_actor(text, loss="pretrain")`.
+    """Batches of `batch_size` texts for the pretraining loss: `actor.update_actor(text, loss="pretrain")`.
 
     `texts` is anything that a `PromptLoader` takes. The loss covers all but the first token of the column `text`
     (default "text"), between the tokenizer's begin and end tokens; each epoch takes the next piece of a text longer
@@ -108,9 +113,15 @@ class TextLoader(TextSource):
     the completion and the end token, and rows are cut at `max_tokens`; records whose prompt leaves no room are left
     out; `filtered` counts them.
 
+    Two names, `completion=("chosen", "rejected")`, make pairs for `loss="dpo"` and `"bradley_terry"`: of each record
+    two adjacent rows with one `trajectory_id` [B] int64, and `preference` ragged float32, 1.0 at tokens of the first
+    and -1.0 at those of the second. With `scored` each response has one more token, its last again: the value before
+    it is the score of a reward model.
+
     Batches have `row_id` [B] and `num_tokens` [B] int64, `prompt_ids` and `response_ids` ragged int64, `response_mask`
-    ragged bool, all True. Unlike a `PromptLoader` it neither waits nor counts iterations: use `next(texts)` in the
-    loop, or `zip(loader, texts)`. `state()` and `load_state` continue a run exactly.
+    ragged bool, all True. With `steps` it is the loader of a loop, and waits and counts iterations as a `PromptLoader`.
+    Without, it does neither and has no end: use `next(texts)` in the loop of another loader, or `zip(loader, texts)`.
+    `state()` and `load_state` continue a run exactly; `whole()` is one batch of all texts, such as held-out ones.
 
     Errors: PromptError naming file, row and column; ConfigError for settings; CheckpointError without a tokenizer.
     """
@@ -118,7 +129,7 @@ class TextLoader(TextSource):
     _batches: Iterator[Batch] | None = None
 
     def __iter__(self) -> Iterator[BatchRef]:
-        return self
+        return self if self.steps is None else _iterations(self, in_flight=2)
 
     def __next__(self) -> BatchRef:
         session = Session.current()

@@ -69,19 +69,24 @@ def directory(cfg: Any) -> Path:
 
 
 def run(
-    cfg: Any, job: Task | None = None, *groups: hf.WorkerGroup, column: str = "rewards", model: Any = None
+    cfg: Any,
+    job: Task | None = None,
+    *groups: hf.WorkerGroup,
+    column: str = "rewards",
+    model: Any = None,
+    held_out: hf.HeldOut | hf.HeldOutLoss | None = None,
 ) -> hf.Run:
-    """The run in its directory, with the settings as config.yaml and, where the job has held-out prompts, the accuracy
-    (mean of `column`) of greedy answers. `groups`: who answers, who judges. Errors: ConfigError."""
+    """The run in its directory, with the settings as config.yaml, and `held_out`, or where the job has held-out prompts
+    the mean of `column` of greedy answers. `groups`: who answers, who judges. Errors: ConfigError."""
     given = OmegaConf.create(cfg)
     for optim, steps in _schedules(given):
         if optim.total_steps == steps:  # as `read` found it: with other settings it is another number
             del optim.total_steps
-    held_out, every = None, cfg.get("evaluate_every") or 0
+    every = cfg.get("evaluate_every") or 0
     if job is not None and job.held_out is not None:
-        (actor, reward), options = groups, job.held_out_columns
-        held_out = hf.HeldOut(actor, reward, job.held_out, every=every, column=column, options=options)
-    elif every:
+        how = {"every": every, "column": column, "options": job.held_out_columns}
+        held_out = hf.HeldOut(groups[0], groups[1], job.held_out, **how)
+    elif every and held_out is None:
         raise ConfigError(f"evaluate_every={every} needs held-out prompts: give held_out=.")
     how = {"total": cfg.steps, "every": cfg.checkpoint_every or None, "resume": str(cfg.resume)}
     how |= {"batches": cfg.record_batches, "tokenizer": model if job is None else job.model}
@@ -90,7 +95,6 @@ def run(
 
 
 def finish(run: hf.Run) -> None:
-    """End the run and the session."""
     run.finish()
     print("closing groups", flush=True)  # takes seconds
     hf.shutdown()

@@ -11,6 +11,7 @@ from hybridflow.algorithms.losses.loss import Totals as Totals
 from hybridflow.algorithms.losses.policy import TokenLoss as TokenLoss
 from hybridflow.algorithms.losses.rollout_correction import RolloutCorrection as RolloutCorrection
 from hybridflow.algorithms.registry import CISPO as CISPO
+from hybridflow.algorithms.registry import DPO as DPO
 from hybridflow.algorithms.registry import GAE as GAE
 from hybridflow.algorithms.registry import GDPO as GDPO
 from hybridflow.algorithms.registry import GKD as GKD
@@ -22,6 +23,7 @@ from hybridflow.algorithms.registry import OPO as OPO
 from hybridflow.algorithms.registry import PPO as PPO
 from hybridflow.algorithms.registry import RLOO as RLOO
 from hybridflow.algorithms.registry import SAPO as SAPO
+from hybridflow.algorithms.registry import BradleyTerry as BradleyTerry
 from hybridflow.algorithms.registry import DrGRPO as DrGRPO
 from hybridflow.algorithms.registry import GRPOPassK as GRPOPassK
 from hybridflow.algorithms.registry import PretrainLoss as PretrainLoss

@@ -26,6 +26,7 @@ from hybridflow.algorithms.losses.gspo import GSPO
 from hybridflow.algorithms.losses.loss import Loss, UserLoss
 from hybridflow.algorithms.losses.policy import PolicyLoss, UserTokenLoss, columns_of
 from hybridflow.algorithms.losses.ppo import PPO
+from hybridflow.algorithms.losses.preference import DPO, BradleyTerry
 from hybridflow.algorithms.losses.pretrain import PretrainLoss, SFTLoss
 from hybridflow.algorithms.losses.reinforce_loss import ReinforceLoss
 from hybridflow.algorithms.losses.sapo import SAPO
@@ -60,9 +61,10 @@ POLICY_LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
         "pretrain": PretrainLoss,
         "gkd": GKD,
         "sft": SFTLoss,
+        "dpo": DPO,
     }
 )
-VALUE_LOSSES: Mapping[str, type[Loss]] = MappingProxyType({"value": ValueLoss})
+VALUE_LOSSES: Mapping[str, type[Loss]] = MappingProxyType({"value": ValueLoss, "bradley_terry": BradleyTerry})
 T = TypeVar("T")
 
 
@@ -79,8 +81,8 @@ def find_estimator(estimator: str | Estimator | Callable[..., Any], options: Map
 def policy_loss(loss: str | Loss | Callable[..., Any] = "ppo", **options: Any) -> Loss:
     """The loss of an actor: a value such as `PPO(clip=0.2)`, a name with options, or a user's function.
 
-    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain", "sft", "gkd". All but the last three
-    have, besides their own options, those of `PolicyLoss`. A user's function has one of two forms:
+    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain", "sft", "gkd", "dpo". All but the last
+    four have, besides their own options, those of `PolicyLoss`. A user's function has one of two forms:
 
     `f(log_probs, old_log_probs, advantages, mask, **options)` gives the loss of each token: a tensor [N], ragged
     [B, R], or `TokenLoss`. Its first parameter is called log_probs; parameters without a default name what it reads, so
@@ -106,8 +108,8 @@ def policy_loss(loss: str | Loss | Callable[..., Any] = "ppo", **options: Any) -
 
 
 def value_loss(loss: str | Loss | Callable[..., Any] = "value", **options: Any) -> Loss:
-    """The loss of a critic: `ValueLoss(...)`, "value" with its options, or a user's `f(outputs, rows, totals,
-    **options)`, whose `outputs` are "values" by default. Errors: those of `policy_loss`."""
+    """The loss of a critic: `ValueLoss(...)`, "value" or "bradley_terry" (of a reward model) with options, or a user's
+    `f(outputs, rows, totals, **options)`, whose `outputs` are "values" by default. Errors: those of `policy_loss`."""
     known = _known("value loss", loss, options, VALUE_LOSSES, Loss)
     if known is not None:
         return known

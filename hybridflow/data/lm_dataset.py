@@ -37,9 +37,11 @@ class TextSource(ResumableSampler):
         max_tokens: int,
         text: str | None = None,
         prompt: str | None = None,
-        completion: str | None = None,
+        completion: str | tuple[str, str] | None = None,
+        scored: bool = False,
         split: str | None = None,
         name: str | None = None,
+        steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         workers: int = 0,
@@ -53,17 +55,32 @@ class TextSource(ResumableSampler):
             )
         loaded = as_tokenizer(tokenizer)
         records = open_records(texts, split=split, name=name, what="texts")
+        pair = completion if isinstance(completion, tuple | list) else None
+        if (pair is not None and len(pair) != 2) or type(scored) is not bool or (scored and pair is None):
+            raise ConfigError(
+                f"completion={completion!r}, scored={scored!r}: pairs have two columns, the preferred one first: "
+                f"completion=('chosen', 'rejected'); scored=True is of pairs."
+            )
+        self._rows: LMDataset | SFTDataset | PairDataset
         if prompt is None or completion is None:
-            self._rows: LMDataset | SFTDataset = LMDataset(records, text or "text", loaded, max_tokens)
-        else:
+            self._rows = LMDataset(records, text or "text", loaded, max_tokens)
+        elif isinstance(completion, str):
             self._rows = SFTDataset(records, prompt, completion, loaded, max_tokens)
+        else:
+            self._rows = PairDataset(records, prompt, completion, loaded, max_tokens, scored)
         identity = {"texts": len(self._rows), "fingerprint": self._rows.fingerprint, "max_tokens": max_tokens}
-        super().__init__(self._rows, identity, batch_size, None, seed, shuffle, workers)
+        identity |= {"scored": True} if scored else {}
+        super().__init__(self._rows, identity, batch_size, steps, seed, shuffle, workers)
 
     @property
     def filtered(self) -> int:
         """Records that are left out because their prompt leaves no room for a completion."""
         return self._rows.filtered
+
+    def whole(self) -> Batch:
+        """All texts, each once and in their order: of a text longer than `max_tokens` its first piece."""
+        draws = [Draw(0, index) for index in range(len(self._rows))]
+        return self._rows.batch(range(len(draws)), self._rows.read(draws))
 
 
 class _TextDataset:
@@ -193,6 +210,42 @@ class SFTDataset(_TextDataset):
                 raise PromptError(f"{place}: column {self._completion!r} has no token, so nothing to predict.")
             rows.append((ids, response))
         return rows
+
+
+class PairDataset(_TextDataset):
+    """Prompts with two completions, the preferred one first: two rows of one trajectory, which a loss gets joined.
+
+    `scored`: each response has one more token, its last again, and the value before it is the score of the response.
+    """
+
+    def __init__(
+        self,
+        records: Any,
+        prompt: str,
+        completions: Sequence[str],
+        tokenizer: Tokenizer,
+        max_tokens: int,
+        scored: bool,
+    ) -> None:
+        room = max_tokens - scored
+        self._sides = [SFTDataset(records, prompt, completion, tokenizer, room) for completion in completions]
+        self._scored, self.filtered = scored, self._sides[0].filtered  # which follows from the prompts
+        joined = "".join(side.fingerprint for side in self._sides)
+        self.fingerprint = hashlib.blake2b(joined.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._sides[0])
+
+    def read(self, draws: list[Draw]) -> list[Row]:
+        """The rows of both sides in turn."""
+        rows = [row for pair in zip(*(side.read(draws) for side in self._sides), strict=True) for row in pair]
+        return [(ids, response + response[-1:]) for ids, response in rows] if self._scored else rows
+
+    def batch(self, numbers: range, rows: list[Row]) -> Batch:
+        """Of each pair two rows with its number as `trajectory_id`, and `preference` [B, R]: 1.0, or -1.0."""
+        out = super().batch(range(2 * numbers.start, 2 * numbers.stop), rows)
+        signs = [[1.0 - 2.0 * (i % 2)] * len(response) for i, (_, response) in enumerate(rows)]
+        return out.with_columns(trajectory_id=out["row_id"] // 2, preference=Ragged.from_rows(signs, torch.float32))
 
 
 def read_texts(texts: Sequence[Any], tokenizer: Tokenizer, max_tokens: int | None = None) -> Batch:

@@ -11,7 +11,7 @@ from typing import Any, Self
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.data.tokenizer import TokenizerLike
-from hybridflow.held_out import HeldOut
+from hybridflow.held_out import HeldOut, HeldOutLoss
 from hybridflow.run.checkpoints import Checkpoints
 from hybridflow.settings import by_name
 from hybridflow.tracking.metric_loggers import Destinations
@@ -52,9 +52,9 @@ class Run:
         batches: bool = False,
         samples: int = 10,
         tokenizer: TokenizerLike | None = None,
-        held_out: HeldOut | None = None,
+        held_out: HeldOut | HeldOutLoss | None = None,
     ) -> None:
-        best = held_out.name if best is None and held_out is not None and held_out.every else best
+        best = held_out.best if best is None and held_out is not None and held_out.every else best
         self.tracker = Tracker(directory, to=to, total=total, config=config, console=console)
         saved = Path(directory) / "checkpoints"
         self.checkpoints = Checkpoints(saved, every=every, keep=keep, best=best, resume=resume, batches=batches)

@@ -20,6 +20,7 @@ PAGES = sorted(page for page in (ROOT / "docs/algorithms").glob("*.md") if page.
 PAGES += sorted((ROOT / "docs").glob("coming_from_*.md"))
 LOOP = re.compile(r"^```python loop\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = 4
+PAIRS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i + 2}"} for i in range(6)]
 
 
 def correct(completions: list[str], answer: list[str]) -> list[float]:
@@ -86,6 +87,15 @@ def test_the_loop_of_a_page_runs(page: Path, names: Any):
         "loader": hf.PromptLoader(task.train, batch_size=ROWS, steps=1, seed=3),
         "text": hf.TextLoader(
             task.train, tokenizer=task.model, batch_size=ROWS, max_tokens=32, prompt="prompt", completion="answer"
+        ),
+        "pairs": hf.TextLoader(
+            PAIRS,
+            tokenizer=task.model,
+            batch_size=ROWS,
+            max_tokens=32,
+            prompt="prompt",
+            completion=("chosen", "rejected"),
+            steps=1,
         ),
         "lagrange": hf.algorithms.Lagrange(limit=0.25),
     }

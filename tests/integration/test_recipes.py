@@ -110,3 +110,19 @@ def test_a_game_of_several_turns_is_played(warm, tmp_path):
     lines = figures(warm, "game", tmp_path, "steps=2", "n=4", "minibatches=1")
     assert all(0.1 < line["reward/mean"] < 0.6 for line in lines)  # guesses at random find one number in three
     assert all(2 < line["environment/turns"] <= 4 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "loss", "accuracy"),
+    [("sft", (0.5, 0.2), None), ("dpo", (0.69, 0.5), 0.9), ("reward_model", (0.69, 0.5), 0.8)],
+)
+def test_recipes_that_learn_from_texts_lower_the_held_out_loss(warm, tmp_path, recipe, loss, accuracy):
+    lines = [line for line in figures(warm, recipe, tmp_path, "devices=[2]") if "held_out/loss" in line]
+    notes = json.loads((tmp_path / "runs/short/notes.json").read_text())
+    assert notes["loss_before"] > loss[0]
+    assert lines[-1]["held_out/loss"] == pytest.approx(notes["loss_after"]) < loss[1]
+    assert notes["best_checkpoint"].startswith("step-")
+    if accuracy is not None:
+        assert notes["accuracy_before"] == 0.0
+        assert lines[-1]["held_out/accuracy"] > accuracy
+    assert (tmp_path / "runs/short/model/config.json").exists()

@@ -35,7 +35,7 @@ class Loader:
 class HeldOut:
     """Answers get better, and then worse."""
 
-    name, every = "held_out/reward", 2
+    name, best, every = "held_out/reward", "held_out/reward", 2
 
     def __init__(self) -> None:
         self.measured: list[str] = []

@@ -44,6 +44,20 @@ def test_the_algorithm_is_a_loop_of_a_few_lines(recipe):
     assert "update_actor" in ast.unparse(loop)
 
 
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "reward_model"])
+def test_recipes_that_learn_from_texts_have_loops_of_a_few_lines(recipe):
+    tree = ast.parse((ROOT / "recipes" / f"{recipe}.py").read_text())
+    (loop,) = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    assert loop.body[-1].end_lineno - loop.lineno + 1 <= 4
+    found = importlib.import_module(f"recipes.{recipe}")
+    small, own = (settings.read(found.DEFAULTS, given, found.SMALL) for given in ([], ["model=x", "text_tokens=99"]))
+    assert (small.text_tokens, own.text_tokens, small.name) == (64, 99, recipe)
+    with pytest.raises(ConfigError, match=r"model=x and texts=None: give both"):
+        found.main(["model=x"])
+    with pytest.raises(ConfigError, match="there is no setting 'prompts'"):
+        settings.read(found.DEFAULTS, ["prompts=x"])
+
+
 @pytest.mark.parametrize("recipe", run_all.RECIPES)
 def test_settings_are_named_and_wrong_ones_refused(recipe):
     defaults = importlib.import_module(f"recipes.{recipe}").DEFAULTS
