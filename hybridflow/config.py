@@ -16,6 +16,7 @@ from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.settings import (
     Check,
     Count,
+    Fraction,
     NonNegative,
     Positive,
     PositiveFraction,
@@ -291,6 +292,21 @@ class ZeRO:
         return RankGrid(d=_data_parallel(self, {}, self.dp, devices, stage=self.stage))
 
 
+Penalty = Annotated[float, Check("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)]
+
+
+def _as_bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs, which can be hashed, of a mapping; clients and JSON have texts for its numbers."""
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given
+        found = tuple(sorted((int(token), float(bias)) for token, bias in pairs))
+    except (TypeError, ValueError):
+        found = ((-1, math.nan),)
+    good = all(token >= 0 and is_number(bias) for token, bias in found)
+    require(good, f"Sampling(logit_bias={given!r}): give numbers by ids of tokens, {{1734: -100.0}}.")
+    return found
+
+
 @settings
 class Sampling:
     """How responses are sampled. `top_k=0` and `top_p=1` do not truncate; `greedy=True` ignores the temperature.
@@ -303,6 +319,13 @@ class Sampling:
     A response ends with one of the model's end tokens (`ignore_eos=True`: never, it has `max_tokens` tokens), of
     `stop_token_ids`, or with a string of `stop`, which may be or contain a special token. `skip_special_tokens=False`
     leaves special tokens in the text `response`; by default only marks of thoughts stay.
+
+    `min_p` keeps tokens of at least that share of the most probable one's probability. The others edit the logits of a
+    draw, greedy ones too: `bad_words` (texts) are never completed, `logit_bias` {token: number} is added,
+    `repetition_penalty` divides positive and multiplies negative logits of tokens in prompt or response,
+    `frequency_penalty` subtracts its product with a token's count in the response, `presence_penalty` itself once. All
+    are vLLM's; a trajectory's turn has a response of its own. Like truncation none of them changes the
+    log-probabilities that are returned: those of the policy at its temperature.
     """
 
     max_tokens: Size | None = None
@@ -316,6 +339,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    min_p: Fraction = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Positive = 1.0
+    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         require(
@@ -329,6 +358,17 @@ class Sampling:
             all(isinstance(one, str) and one for one in self.stop),
             f"Sampling(stop={self.stop!r}): give strings that are not empty; ids of tokens go into stop_token_ids=.",
         )
+        require(
+            all(isinstance(one, str) and one.strip() for one in self.bad_words),
+            f"Sampling(bad_words={self.bad_words!r}): give words; ids of tokens go into logit_bias={{id: -100.0}}.",
+        )
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+
+    @property
+    def edits(self) -> bool:
+        """Whether draws follow edited logits, or `min_p`."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.min_p or self.bad_words or self.logit_bias)
 
     @property
     def longest(self) -> int:

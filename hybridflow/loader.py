@@ -37,7 +37,8 @@ class PromptLoader(PromptSource):
 
     Batches have `row_id` [B] int64, `prompt` and the further columns as objects, and `prompt_ids` (ragged int64) when a
     `tokenizer` (a checkpoint directory, hub name, or tokenizer of transformers) is given; otherwise the actor
-    tokenises. A last message of the assistant is continued; otherwise an assistant turn is opened. With
+    tokenises. A last message of the assistant is continued; otherwise an assistant turn is opened; with a tokenizer
+    `chat_template_kwargs`, such as {"enable_thinking": False}, go to the chat template. With
     `max_prompt_tokens` longer prompts are left out; `filtered` counts them. A prompt of more than 4,194,304 characters
     is never tokenised: it is left out too, or refused without `max_prompt_tokens`. `workers` processes map and tokenise
     ahead.

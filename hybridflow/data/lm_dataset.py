@@ -13,7 +13,15 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.records import open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
-from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer, check_prompt, check_text
+from hybridflow.data.tokenizer import (
+    MOST_CHARACTERS,
+    Tokenizer,
+    TokenizerLike,
+    as_tokenizer,
+    check_prompt,
+    check_text,
+    prompt_tokenizer,
+)
 from hybridflow.errors import ConfigError, PromptError
 from hybridflow.settings import by_name
 
@@ -41,6 +49,7 @@ class TextSource(ResumableSampler):
         scored: bool = False,
         split: str | None = None,
         name: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -53,7 +62,7 @@ class TextSource(ResumableSampler):
                 f"text={text!r}, prompt={prompt!r}, completion={completion!r}: name one column with text=, or two with "
                 f"prompt= and completion=."
             )
-        loaded = as_tokenizer(tokenizer)
+        loaded = prompt_tokenizer(tokenizer, chat_template_kwargs) or as_tokenizer(tokenizer)
         records = open_records(texts, split=split, name=name, what="texts")
         pair = completion if isinstance(completion, tuple | list) else None
         if (pair is not None and len(pair) != 2) or type(scored) is not bool or (scored and pair is None):
@@ -70,6 +79,7 @@ class TextSource(ResumableSampler):
             self._rows = PairDataset(records, prompt, completion, loaded, max_tokens, scored)
         identity = {"texts": len(self._rows), "fingerprint": self._rows.fingerprint, "max_tokens": max_tokens}
         identity |= {"scored": True} if scored else {}
+        identity |= {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
         super().__init__(self._rows, identity, batch_size, steps, seed, shuffle, workers)
 
     @property

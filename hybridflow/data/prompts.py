@@ -20,10 +20,10 @@ from hybridflow.data.tokenizer import (
     MOST_CHARACTERS,
     Tokenizer,
     TokenizerLike,
-    as_tokenizer,
     characters,
     check_prompt,
     most_tokens,
+    prompt_tokenizer,
     too_long,
 )
 from hybridflow.errors import ConfigError, PromptError, nearest
@@ -255,18 +255,20 @@ class PromptSource(ResumableSampler):
         name: str | None = None,
         map: Map | None = None,
         max_prompt_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         workers: int = 0,
         in_flight: int = 2,
         allow_changed: bool = False,
         check_context: bool = True,
     ) -> None:
         check_sizes(batch_size=batch_size, in_flight=in_flight)
-        known, most = None if tokenizer is None else as_tokenizer(tokenizer), max_prompt_tokens
+        known, most = prompt_tokenizer(tokenizer, chat_template_kwargs), max_prompt_tokens
         self.prompts = found = Prompts(
             prompts, prompt=prompt, split=split, name=name, map=map, tokenizer=known, max_prompt_tokens=most
         )
         self.in_flight, self.check_context = in_flight, check_context
         identity = {"prompts": len(found), "fingerprint": found.fingerprint, "columns": found.columns}
+        identity |= {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
         super().__init__(found, identity, batch_size, steps, seed, shuffle, workers, allow_changed)
 
     @property

@@ -97,11 +97,11 @@ class Tokenizer:
     """A Hugging Face tokenizer for lists of texts. `raw` is the tokenizer itself.
 
     `end_ids`: each of these tokens ends a text or a response. Of a checkpoint directory they are those of
-    `end_token_ids`.
+    `end_token_ids`. `template`: further arguments of the chat template for prompts.
     """
 
-    def __init__(self, raw: Any, end_ids: Iterable[int] = ()) -> None:
-        self.raw = raw
+    def __init__(self, raw: Any, end_ids: Iterable[int] = (), template: Mapping[str, Any] | None = None) -> None:
+        self.raw, self.template = raw, dict(template or {})
         own = getattr(raw, "eos_token_id", None)
         self.end_ids = frozenset(end_ids if own is None else (*end_ids, own))
 
@@ -205,7 +205,8 @@ class Tokenizer:
         if begun and prompt[-1].get("tool_calls"):
             raise PromptError(f"{place} ends with a call of a tool, which only the tool can answer. Add its message.")
         try:
-            return self._rendered(prompt, add_generation_prompt=not begun, continue_final_message=begun)
+            options = {"add_generation_prompt": not begun, "continue_final_message": begun}
+            return self._rendered(prompt, **self.template | options)
         except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise PromptError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
 
@@ -247,6 +248,27 @@ def as_tokenizer(given: TokenizerLike) -> Tokenizer:
         f"tokenizer= is a {type(given).__name__}: give a checkpoint directory, a name on the Hugging Face Hub, or a "
         f"tokenizer of transformers."
     )
+
+
+def prompt_tokenizer(given: TokenizerLike | None, chat_template_kwargs: Mapping[str, Any] | None) -> Tokenizer | None:
+    """`as_tokenizer` of a loader, whose prompts are rendered with these arguments of the chat template.
+
+    Errors: ConfigError for arguments without a tokenizer, or that are not named.
+    """
+    found = None if given is None else as_tokenizer(given)
+    if not chat_template_kwargs:
+        return found
+    options = chat_template_kwargs if isinstance(chat_template_kwargs, Mapping) else {}
+    if found is None or found.raw.chat_template is None:
+        what = "no tokenizer= is given, and the actor tokenises without them" if found is None else "it has none"
+        raise ConfigError(
+            f"chat_template_kwargs={chat_template_kwargs!r} are of the tokenizer's chat template; {what}."
+        )
+    fixed = {"add_generation_prompt", "continue_final_message", "tokenize"}
+    if not options or (wrong := [name for name in options if not isinstance(name, str) or name in fixed]):
+        named = f"; {wrong[0]!r} follows from the prompt" if options else ""
+        raise ConfigError(f"chat_template_kwargs={chat_template_kwargs!r}: give {{'enable_thinking': False}}{named}.")
+    return Tokenizer(found.raw, found.end_ids, options)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:

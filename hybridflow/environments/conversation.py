@@ -95,7 +95,7 @@ class Conversation:
                 self._clock.reschedule(asyncio.get_running_loop().time() + self._seconds)
 
     async def generate(self, ids: Sequence[int], **sampling: Any) -> Turn:
-        """The model's next turn after token ids. `sampling`: `max_tokens`, `stop`.
+        """The model's next turn after token ids. `sampling`: `max_tokens`, `stop` and others of `hf.Sampling`.
 
         Errors: PromptError for ids that are none of the model's, ContextFullError.
         """

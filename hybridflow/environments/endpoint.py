@@ -22,6 +22,8 @@ from hybridflow.errors import HybridFlowError, PromptError
 if TYPE_CHECKING:
     from aiohttp.web import Request, StreamResponse
 
+_SAMPLING = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words")
+_SAMPLING += ("stop_token_ids", "logit_bias")
 _LARGEST_REQUEST = 1 << 26  # bytes
 
 
@@ -108,6 +110,7 @@ def _asked(request: Any) -> tuple[list[Message], list[Any], dict[str, Any]]:
         sampling["max_tokens"] = most
     if (stop := request.get("stop")) is not None:
         sampling["stop"] = [stop] if isinstance(stop, str) else stop
+    sampling |= {name: request[name] for name in _SAMPLING if request.get(name) is not None}
     return [_heard(message) for message in request["messages"]], request.get("tools") or [], sampling
 
 

@@ -291,10 +291,10 @@ class VLLMEngine:
             if prompt is checked:  # of another response
                 continue
             checked, needed = prompt, sampling.longest if sampling.ignore_eos else 1
-            if max(sampling.stop_token_ids, default=0) >= self.spec.vocab:
-                raise ConfigError(
-                    f"Sampling(stop_token_ids={sampling.stop_token_ids}): the vocabulary is 0..{self.spec.vocab - 1}."
-                )
+            bias = tuple(token for token, _ in sampling.logit_bias)  # type: ignore[misc]  pairs, once it is made
+            for setting, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", bias)):
+                if max(ids, default=0) >= self.spec.vocab:
+                    raise ConfigError(f"Sampling({setting}={ids}): the vocabulary is 0..{self.spec.vocab - 1}.")
             if not prompt:
                 raise PromptError(f"prompt {name} is empty. Give it at least one token.")
             if len(prompt) + needed > self.max_length:

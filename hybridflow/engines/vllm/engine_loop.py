@@ -177,6 +177,8 @@ class EngineLoop:
             cached, core = self._held.cached(row), self._core
             request = self._requests.request(row, salt, cached, self._held.possible)
             self._sampler.streams[name] = (row.seed, len(row.prompt_ids))
+            if (edits := self._requests.edits(row.sampling)) is not None:
+                self._sampler.edits[name] = edits
             self._admitted[name] = self._requests.watch(row)
             core.add_request(*core.preprocess_add_request(request))
             row.recomputed += len(row.prompt_ids) + len(row.token_ids) if row.spans else 0
@@ -241,6 +243,7 @@ class EngineLoop:
         for name in names:
             self._admitted.pop(name, None)
             self._sampler.streams.pop(name, None)
+            self._sampler.edits.pop(name, None)
 
 
 def _steps_ahead(seconds: float, passed: float, made: int) -> int:

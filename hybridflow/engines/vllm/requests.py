@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hybridflow.config import Sampling
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
+from hybridflow.engines.vllm.logit_edits import LogitEdits
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,14 +25,23 @@ class RequestMaker:
         self._checkpoint = checkpoint
         self.stop_ids = end_token_ids(checkpoint)
         self._parameters = lru_cache(maxsize=4096)(self._new_parameters)
+        self._edits = lru_cache(maxsize=64)(self._new_edits)
 
     def check(self, row: Row) -> None:
-        """Errors: ConfigError for stop strings without a tokenizer in the checkpoint."""
-        if row.sampling.stop and not has_tokenizer(self._checkpoint):
+        """Errors: ConfigError for stop strings or bad words without a tokenizer in the checkpoint."""
+        asked = "stop" if row.sampling.stop else "bad_words" if row.sampling.bad_words else ""
+        if asked and not has_tokenizer(self._checkpoint):
             raise ConfigError(
-                f"Sampling(stop=...) needs a tokenizer to see text, {self._checkpoint} has none. Save one there, or "
-                "end responses by the model's stop token."
+                f"Sampling({asked}=...) needs a tokenizer to see text, {self._checkpoint} has none. Save one there, or "
+                "use stop_token_ids= and logit_bias=."
             )
+
+    def edits(self, sampling: Sampling) -> LogitEdits | None:
+        """What the sampler does to the logits of such a row; None: nothing."""
+        return self._edits(sampling) if sampling.edits else None
+
+    def _new_edits(self, sampling: Sampling) -> LogitEdits:
+        return LogitEdits.of(sampling, load_tokenizer(self._checkpoint) if sampling.bad_words else None)
 
     def request(self, row: Row, salt: str | None, cached: int = 0, holds: bool = False) -> EngineCoreRequest:
         """The rest of the response, after the prompt and the tokens so far; rows of another `salt` share no cache.

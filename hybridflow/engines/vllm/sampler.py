@@ -23,6 +23,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 
+from hybridflow.engines.vllm.logit_edits import LogitEdits
 from hybridflow.engines.vllm.seeds import draw_seeds
 
 
@@ -31,8 +32,8 @@ class PolicySampler(Sampler):
 
     `streams` holds, for every request in vLLM's scheduler, the seed of its row and the tokens of the row's prompt.
     `runner` is vLLM's model runner, whose batch says which request and how many tokens each row of logits has. Ids from
-    `known` on are never sampled (None: all may be): a vocabulary is often padded beyond its tokenizer. Like truncation,
-    that does not change log-probabilities.
+    `known` on are never sampled (None: all may be): a vocabulary is often padded beyond its tokenizer. `edits` holds
+    what else changes the draws of a request. Like truncation, neither changes log-probabilities.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -40,26 +41,48 @@ class PolicySampler(Sampler):
         self._runner = runner
         self.streams: dict[str, tuple[int, int]] = {}
         self.known: int | None = None
+        self.edits: dict[str, LogitEdits] = {}
 
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: object = None
     ) -> tuple[Tensor, Tensor]:
         """`logits` [B, V] float32 -> tokens [B] int64 and log-probabilities [B, V] float32 they were drawn with."""
         del logprobs_mode_override
+        edited = self._edits(len(logits))
+        drawn_BV = self._edited(logits, edited)
         if sampling_metadata.all_greedy:
             logp_BV = logits.log_softmax(-1)
-            return self.greedy_sample(self._sampled(logits)), logp_BV
+            return self.greedy_sample(self._sampled(drawn_BV)), logp_BV
         temperature = sampling_metadata.temperature
         assert temperature is not None
         logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
         logp_BV = logits.log_softmax(-1)
-        kept_BV = self._sampled(logits)
+        if edited:
+            drawn_BV = self.apply_temperature(drawn_BV, temperature, sampling_metadata.all_random)
+        kept_BV = self._sampled(drawn_BV)
         greedy_B = None if sampling_metadata.all_random else self.greedy_sample(kept_BV)
+        for row, edits in edited:
+            edits.truncate(kept_BV[row])
         if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
-            kept_BV = self._sampled(logp_BV.clone())
+            rows = [row for row, _ in edited]
+            own_BV, kept_BV = kept_BV[rows], self._sampled(logp_BV.clone())
+            kept_BV[rows] = own_BV.log_softmax(-1)
             kept_BV = apply_top_k_top_p(kept_BV, sampling_metadata.top_k, sampling_metadata.top_p)
         drawn_B = gumbel_argmax(kept_BV, self._seeds(len(logits)))
         return drawn_B if greedy_B is None else torch.where(temperature < _SAMPLING_EPS, greedy_B, drawn_B), logp_BV
+
+    def _edits(self, rows: int) -> list[tuple[int, LogitEdits]]:
+        """Of the rows of logits that have some."""
+        names = self._runner.input_batch.req_ids[:rows] if self.edits else ()
+        return [(row, self.edits[name]) for row, name in enumerate(names) if name in self.edits]
+
+    def _edited(self, logits: Tensor, edited: list[tuple[int, LogitEdits]]) -> Tensor:
+        """`logits` [B, V] with the edits of these rows, in a copy if there are any."""
+        batch, out = self._runner.input_batch, logits.clone() if edited else logits
+        for row, edits in edited:
+            ids, prompt = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], self.streams[batch.req_ids[row]][1]
+            edits.edit(out[row], ids[:prompt], ids[prompt:])
+        return out
 
     def _sampled(self, logits: Tensor) -> Tensor:
         """`logits` [B, V], in place, with ids that may not be sampled at minus infinity."""

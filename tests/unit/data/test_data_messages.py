@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import PromptError
+from hybridflow.errors import ConfigError, PromptError
 from recipes.small_model import SmallModel
-from tests.example_templates import TEMPLATES, tokenizer_of
+from tests.example_templates import TEMPLATES, byte_tokenizer, tokenizer_of
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -128,3 +130,32 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
         assert pool.submit(refused).result()
     tokenizer.raw.chat_template = TEMPLATES["plain"][0]
     assert [tokenizer.encode([asked]) for _ in range(50)] == [expected] * 50
+
+
+def test_arguments_of_the_chat_template_reach_prompts(tmp_path):
+    tokenizer = byte_tokenizer("qwen3")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not enable_thinking %}<none>{% endif %}"
+    tokenizer.chat_template = template
+    records = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "text"}]
+    options = {"batch_size": 2, "shuffle": False, "steps": 1, "tokenizer": tokenizer}
+
+    def texts(**more: Any) -> list[str]:
+        (batch,) = PromptSource(records, **options, **more)
+        return [tokenizer.decode(ids) for ids in batch["prompt_ids"].rows()]
+
+    assert texts(chat_template_kwargs={"enable_thinking": True}) == ["hi", "text"]
+    assert texts(chat_template_kwargs={"enable_thinking": False}) == texts() == ["hi<none>", "text"]
+    pairs = [{"prompt": records[0]["prompt"], "completion": "x"}]
+    given = {"batch_size": 1, "max_tokens": 30, "tokenizer": tokenizer, "prompt": "prompt", "completion": "completion"}
+    batch = TextSource(pairs, **given, chat_template_kwargs={"enable_thinking": True}).whole()
+    assert tokenizer.decode(batch["prompt_ids"].row(0)) == "hi"
+    first, other = (PromptSource(records, **options, chat_template_kwargs={"a": a}) for a in (1, 2))
+    with pytest.raises(ConfigError, match="chat_template_kwargs"):
+        other.load_state(first.state())
+    for wrong, message in (
+        ({"tokenizer": None, "chat_template_kwargs": {"a": 1}}, "no tokenizer= is given"),
+        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "follows from the prompt"),
+        ({"chat_template_kwargs": "enable_thinking"}, "give {'enable_thinking': False}"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PromptSource(records, **(options | wrong))
