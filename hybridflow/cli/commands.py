@@ -1,5 +1,5 @@
 """The command line: `run DRIVER.py [settings]`, `plan DRIVER.py --cluster a100:16x8 [settings]`, `profile`, `export`,
-`timeline`, `report`, `replay`, `doctor`."""
+`timeline`, `report`, `replay`, `doctor`, `new`."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def _add_commands(commands: Any) -> None:
     add("--driver", metavar="FILE", help="a program in place of the run's, such as one with a new loss")
 
     _add_plan(commands)
+    _add_new(commands)
 
 
 def _add_plan(commands: Any) -> None:
@@ -149,6 +150,21 @@ def _add_plan(commands: Any) -> None:
     add("--chart", metavar="FILE", help="devices over time as PNG")
     add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
     add("--quiet", action="store_true", help="the table only, no explanation")
+
+
+def _add_new(commands: Any) -> None:
+    meaning = "write a recipe to start from"
+    more = "Writes a recipe as a program of yours, and the files that it imports into recipes/ beside it."
+    add = _command(commands, _new, "new takes a recipe and a file", meaning, more)
+    add("recipe", help="such as grpo, ppo, sft, dpo")
+    add("file", help="the program, such as my_run.py")
+
+
+def _new(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.cli.new_run import write_recipe
+
+    print(f"written: {', '.join(map(str, write_recipe(given.recipe, given.file)))}")
+    print(f"python {given.file} runs its small task; python {given.file} --help lists its settings")
 
 
 def _run(given: argparse.Namespace, rest: Sequence[str]) -> None:

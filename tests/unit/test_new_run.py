@@ -1,0 +1,75 @@
+"""`hybridflow new` writes a program that runs on its own, from a checkout and from an installed package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli.commands import main
+from hybridflow.cli.new_run import recipes_directory, write_recipe
+from hybridflow.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPERS = {"arithmetic.py", "scorers.py", "settings.py", "sizes.py", "small_model.py", "task.py"}
+
+
+def run(home: Path, path: str, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_recipe_is_written_with_what_it_imports(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert recipes_directory() == ROOT / "recipes"
+    assert main(["new", "grpo", "my_run.py"]) == 0
+    assert "python my_run.py --help lists its settings" in capsys.readouterr().out
+    assert {one.name for one in (tmp_path / "recipes").iterdir()} == HELPERS
+    (tmp_path / "recipes" / "task.py").write_text("# mine\n" + (tmp_path / "recipes" / "task.py").read_text())
+    written = write_recipe("sft", "other.py")
+    assert [one.name for one in written] == ["other.py", "texts.py"]
+    assert (tmp_path / "recipes" / "task.py").read_text().startswith("# mine\n")
+    assert "clip=0.2" in run(tmp_path, str(ROOT), "my_run.py", "--help")
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        ("grop", "a.py", "there is no recipe 'grop'. Did you mean 'grpo'"),
+        ("settings", "a.py", "there is no recipe 'settings'"),
+        ("grpo", "there.py", "there.py: give a new file of Python"),
+        ("grpo", "none/a.py", "give a new file of Python in a folder that is there"),
+        ("grpo", "a.txt", "give a new file of Python"),
+        ("grpo", str(ROOT / "a.py"), "has the recipes themselves"),
+    ],
+)
+def test_wrong_requests_are_refused(tmp_path, monkeypatch, name, target, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.py").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        write_recipe(name, target)
+    assert [one.name for one in tmp_path.iterdir()] == ["there.py"]
+
+
+@pytest.mark.slow
+def test_the_installed_package_has_the_recipes(tmp_path):
+    build = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
+    source = tmp_path / "source"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.split("\0"):
+        if name.startswith(("hybridflow/", "recipes/", "pyproject", "setup.py", "README", "LICENSE")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    run(source, "", "-c", build, str(tmp_path))
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as found:
+        found.extractall(tmp_path / "site")
+    run(tmp_path, str(tmp_path / "site"), "-m", "hybridflow", "new", "dpo", "mine.py")
+    assert "beta=0.1" in run(tmp_path, str(tmp_path / "site"), "mine.py", "--help")
