@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,7 @@ class Checkpoints:
         self._exhausted = False
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
         self.restarts = 0
+        self.stop: Callable[[], bool] = lambda: False  # of a loop, after an iteration: `hf.Run`
 
     @property
     def done(self) -> int:
@@ -250,6 +251,9 @@ class Checkpoints:
                         for batch in numbered(session.recorded, loader, lambda: self._step):
                             yield batch
                             session.raise_deferred()
+                            if self.stop():
+                                session.iterations.drain()
+                                break
                         session.raise_deferred()
                     if self._step and self._saved != self._step:
                         self._save(session)

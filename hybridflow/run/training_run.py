@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.held_out import HeldOut, HeldOutLoss
 from hybridflow.run.checkpoints import Checkpoints
+from hybridflow.run.run_state import metric_values
 from hybridflow.settings import by_name
 from hybridflow.tracking.metric_loggers import Destinations
 from hybridflow.tracking.tracker import Tracker
@@ -31,7 +35,9 @@ class Run:
     `to`, `total`, `config` and `console` are those of Tracker; `every`, `keep`, `best`, `resume` and `batches` those of
     Checkpoints. Every `samples` iterations some rows are written, with a `tokenizer` (the model's directory) token by
     token. `held_out` is measured before and after the loop, and in between as it says; without `best` its metric
-    chooses the best checkpoint, which is noted. `tracker` and `checkpoints` have further methods.
+    chooses the best checkpoint, which is noted. `stop(metrics)`, of the metrics of an iteration, ends the loop one
+    iteration later, as if the loader had ended: `stop=lambda metrics: metrics["reward/mean"] > 0.9`. `tracker` and
+    `checkpoints` have further methods.
 
     Errors: as Tracker and Checkpoints.
     """
@@ -53,6 +59,7 @@ class Run:
         samples: int = 10,
         tokenizer: TokenizerLike | None = None,
         held_out: HeldOut | HeldOutLoss | None = None,
+        stop: Callable[[Mapping[str, float]], bool] | None = None,
     ) -> None:
         best = held_out.best if best is None and held_out is not None and held_out.every else best
         self.tracker = Tracker(directory, to=to, total=total, config=config, console=console)
@@ -60,6 +67,8 @@ class Run:
         self.checkpoints = Checkpoints(saved, every=every, keep=keep, best=best, resume=resume, batches=batches)
         self.directory, self.held_out = self.tracker.directory, held_out
         self._samples, self._tokenizer = samples, tokenizer
+        self._stop, self._metrics = stop, deque[tuple[Any, ...]](maxlen=2)
+        self.checkpoints.stop = self._stops
 
     def loop(self, loader: Any) -> Iterator[Any]:
         """`loader`'s batches, from where the run continues: `Checkpoints.resume`, with `held_out` before and after."""
@@ -78,7 +87,15 @@ class Run:
             found = (*found, self.held_out.after(self.checkpoints.done + 1))
         self.tracker.log(*found)
         self.tracker.samples(batch, every=self._samples, tokenizer=self._tokenizer)
+        self._metrics.append(found)
         self.checkpoints.step(*found)
+
+    def _stops(self) -> bool:
+        """By the metrics of the iteration before the last, for which the tracker has waited."""
+        if self._stop is None or len(self._metrics) < 2 or Session.current().traces:
+            return False
+        found = metric_values(self._metrics[0])
+        return bool(self._stop({name: math.nan if value is None else value for name, value in found.items()}))
 
     def finish(self) -> None:
         """Wait for the last iteration and write what is left; the best checkpoint becomes a note of the run."""

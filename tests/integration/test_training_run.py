@@ -137,3 +137,21 @@ def test_held_out_prompts_are_those_of_a_file_or_a_batch(tmp_path):
         hf.HeldOut(actor, reward, asked[0], every=-1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"evry.*every"):
         hf.HeldOut(actor, reward, asked[0], evry=1)  # type: ignore[call-arg, arg-type]
+
+
+def test_a_run_stops_by_a_metric_as_if_the_loader_had_ended(tmp_path):
+    seen: list[float] = []
+
+    def stop(metrics: Any) -> bool:
+        seen.append(metrics["loss"])
+        return metrics["loss"] < 0.4
+
+    held_out = HeldOut()
+    run = make(tmp_path / "run", held_out, every=4, stop=stop)
+    assert train(run, until=7) == [1, 2, 3, 4]  # the third has a loss of 1/3
+    run.finish()
+    assert seen == pytest.approx([1.0, 1 / 2, 1 / 3])
+    assert held_out.measured == ["before", "after"]
+    assert run.checkpoints.newest is not None
+    assert run.checkpoints.newest.name == "step-00000004"
+    assert len(lines(tmp_path / "run")) == 4
