@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"^ +\w+ +\|?= ((?:actor|critic|reference|reward|hf)\.[a-z_]+)\(", re.MULTILINE)
-MARKS = ("", "runnable", "cluster", "loop")
+MARKS = ("", "runnable", "cluster", "loop", "how")
 RUNNABLE = [page for page in PAGES if "```python runnable" in page.read_text()]
 
 
