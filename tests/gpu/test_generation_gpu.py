@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,24 @@ def test_long_prompts_take_several_steps(build, tmp_path, monkeypatch):
     engine = build(path)
     assert engine._runner().max_num_tokens == 32
     assert error_of(engine, path, prompts=prompts) < NEAR
+
+
+def test_penalties_and_bias_change_draws_and_not_log_probs(build, policy):
+    engine, prompts = build(), [[5, 9, 33], [12, 7]]
+
+    def rows(sampling: hf.Sampling) -> list[Any]:
+        return [row for several in engine.generate(prompts, sampling) for row in several]
+
+    forced = replace(GREEDY, max_tokens=6, logit_bias={17: 1000.0})
+    found = rows(forced)
+    assert [row.token_ids for row in found] == [[17] * 6] * 2
+    assert max(max(row.log_probs) for row in found) < -1e-3  # those of the policy, not of the edited logits
+    alternating = replace(forced, logit_bias={17: 1000.0, 18: 990.0}, frequency_penalty=2.0, max_tokens=40)
+    for row in rows(alternating):
+        assert row.token_ids[:3] == [17] * 3
+        assert set(row.token_ids) == {17, 18}, row.token_ids
+    greedy = [row.token_ids for row in rows(GREEDY)]
+    assert [row.token_ids for row in rows(replace(DRAWN, min_p=1.0))] == greedy
 
 
 class Host(hf.Worker):

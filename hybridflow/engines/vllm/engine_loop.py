@@ -242,8 +242,7 @@ class EngineLoop:
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:
             self._admitted.pop(name, None)
-            self._sampler.streams.pop(name, None)
-            self._sampler.edits.pop(name, None)
+            self._sampler.forget(name)
 
 
 def _steps_ahead(seconds: float, passed: float, made: int) -> int:

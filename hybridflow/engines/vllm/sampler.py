@@ -42,6 +42,12 @@ class PolicySampler(Sampler):
         self.streams: dict[str, tuple[int, int]] = {}
         self.known: int | None = None
         self.edits: dict[str, LogitEdits] = {}
+        self._drawn: dict[str, dict[int, int]] = {}  # of requests with edits, by the token's position
+
+    def forget(self, name: str) -> None:
+        """The request has left vLLM's scheduler."""
+        for known in (self.streams, self.edits, self._drawn):
+            known.pop(name, None)
 
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: object = None
@@ -52,7 +58,7 @@ class PolicySampler(Sampler):
         drawn_BV = self._edited(logits, edited)
         if sampling_metadata.all_greedy:
             logp_BV = logits.log_softmax(-1)
-            return self.greedy_sample(self._sampled(drawn_BV)), logp_BV
+            return self._noted(self.greedy_sample(self._sampled(drawn_BV)), edited), logp_BV
         temperature = sampling_metadata.temperature
         assert temperature is not None
         logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
@@ -69,7 +75,9 @@ class PolicySampler(Sampler):
             kept_BV[rows] = own_BV.log_softmax(-1)
             kept_BV = apply_top_k_top_p(kept_BV, sampling_metadata.top_k, sampling_metadata.top_p)
         drawn_B = gumbel_argmax(kept_BV, self._seeds(len(logits)))
-        return drawn_B if greedy_B is None else torch.where(temperature < _SAMPLING_EPS, greedy_B, drawn_B), logp_BV
+        if greedy_B is not None:
+            drawn_B = torch.where(temperature < _SAMPLING_EPS, greedy_B, drawn_B)
+        return self._noted(drawn_B, edited), logp_BV
 
     def _edits(self, rows: int) -> list[tuple[int, LogitEdits]]:
         """Of the rows of logits that have some."""
@@ -80,9 +88,20 @@ class PolicySampler(Sampler):
         """`logits` [B, V] with the edits of these rows, in a copy if there are any."""
         batch, out = self._runner.input_batch, logits.clone() if edited else logits
         for row, edits in edited:
-            ids, prompt = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], self.streams[batch.req_ids[row]][1]
+            name, prompt = batch.req_ids[row], self.streams[batch.req_ids[row]][1]
+            ids = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].copy()
+            for at in np.flatnonzero(ids < 0):  # vLLM schedules ahead of the device, and has not read these yet
+                ids[at] = self._drawn[name][int(at)]
             edits.edit(out[row], ids[:prompt], ids[prompt:])
         return out
+
+    def _noted(self, tokens: Tensor, edited: list[tuple[int, LogitEdits]]) -> Tensor:
+        """`tokens` [B], of which those of rows with edits are read: the next draw depends on them."""
+        if edited:
+            batch, rows = self._runner.input_batch, [row for row, _ in edited]
+            for row, token in zip(rows, tokens[rows].tolist(), strict=True):
+                self._drawn.setdefault(batch.req_ids[row], {})[int(batch.num_tokens_no_spec[row])] = token
+        return tokens
 
     def _sampled(self, logits: Tensor) -> Tensor:
         """`logits` [B, V], in place, with ids that may not be sampled at minus infinity."""
