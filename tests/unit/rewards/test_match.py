@@ -60,7 +60,8 @@ def test_regex_compares_the_last_match_with_the_reference():
 
 
 def test_numeric_compares_values():
-    completions = ["It is 18.", "It is $18.00", "So 9*2 = 18", "It is 18.01", "It is 19", "none"]
+    said = ["18.", "$18.00", "9*2 = 18", "18.01", "19", "none"]
+    completions = [f"The answer is {answer}" for answer in said]
     assert scores(Numeric(), completions, [18] * 6) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert scores(Numeric(absolute=0.01), completions, ["18"] * 6) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     assert scores(Numeric(relative=0.1), completions, ["18"] * 6) == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]

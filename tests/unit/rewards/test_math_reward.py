@@ -20,14 +20,14 @@ from hybridflow.errors import ConfigError
 from hybridflow.rewards import RowFailure
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
 from hybridflow.rewards.match import Exact, Numeric
-from hybridflow.rewards.math import Math, judge
-from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
+from hybridflow.rewards.math import Math, judge, same_answer
 from tests import example_endings as endings
 from tests import example_solutions as cases
 from tests.called_rewards import CalledReward as FunctionReward
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared/data/gsm8k"
 RIGHT = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT, *cases.LAST_RIGHT, *endings.RIGHT]
+MARKED = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT]
 WRONG = [*cases.HASHES_WRONG, *cases.BOXED_WRONG, *cases.STATED_WRONG, *cases.LAST_WRONG, *endings.WRONG]
 
 
@@ -39,13 +39,50 @@ def math() -> Iterator[Math]:
 
 
 @pytest.mark.parametrize(("solution", "reference"), RIGHT, ids=lambda text: repr(text)[-40:])
-def test_right_numbers_are_right_without_a_child(solution: str, reference: str):
-    assert judge(solution, reference_answer(reference)) is True
+def test_right_numbers_are_right(solution: str, reference: str):
+    assert judge(solution, reference_answer(reference), unmarked=True)
+
+
+@pytest.mark.parametrize(("solution", "reference"), MARKED, ids=lambda text: repr(text)[-40:])
+def test_right_marked_numbers_are_right(solution: str, reference: str):
+    assert judge(solution, reference_answer(reference))
 
 
 @pytest.mark.parametrize(("solution", "reference"), WRONG, ids=lambda text: repr(text)[-40:])
 def test_wrong_numbers_are_wrong(math: Math, solution: str, reference: str):
     assert math([""], [solution], answer=[reference]) == [0.0]
+    assert not judge(solution, reference_answer(reference), unmarked=True)
+
+
+@pytest.mark.parametrize(
+    "solution", ["It is 18.", "So 9*2 = 18", "9*2\n18", "The answer isn't 18.", "abc18", "\\boxed{18"]
+)
+def test_only_marked_answers_count(solution: str):
+    assert not judge(solution, "18")
+
+
+@pytest.mark.parametrize("solution", ["18", "$18", " 18 dollars\n", "<think>17?</think> 18"])
+def test_a_response_that_is_an_answer_counts(solution: str):
+    assert judge(solution, "18")
+
+
+@pytest.mark.parametrize(
+    ("solution", "score"),
+    [
+        ("\\boxed{17}. No: \\boxed{18}", 1.0),
+        ("#### 17\nNo: \\boxed{18}", 1.0),
+        ("\\boxed{17}\nSo the answer is 18.", 1.0),
+        ("\\boxed{18}\nSo the answer is 17.", 0.0),
+        ("<answer>18</answer>", 1.0),
+        ("<answer>18", 0.0),
+        ("\\boxed{18", 0.0),
+        ("\\boxed{18}, or \\boxed{17", 1.0),
+        ("The answer is $6 \\cdot", 0.0),
+        ("The answer is $18", 1.0),
+    ],
+)
+def test_the_last_mark_that_is_closed_counts(math: Math, solution: str, score: float):
+    assert math([""], [solution], answer=["18"]) == [score]
 
 
 FORMULAS = [
@@ -90,7 +127,6 @@ FORMULAS = [
     ("The answer is $x^2+1$.", "x^2 + 1", 1.0),
     ("Therefore, the answer is \\(\\frac{x}{2}\\).", "x/2", 1.0),
     ("<answer>$x/2$</answer>", "\\frac{x}{2}", 1.0),
-    ("We find $f(x) = x$. So finally\n$$x^2+1$$", "1+x^2", 1.0),
     ("\\boxed{\\text{Monday}}", "Monday", 1.0),
     ("The answer is monday.", "Monday", 1.0),
     ("\\boxed{\\text{seat}}", "\\text{east}", 0.0),
@@ -170,7 +206,11 @@ def test_lists_are_answers_where_lists_are_asked_for_and_repetitions_are_none(ma
             ("<T><answer>4</answer>", 0.0),
         ),
         *(("<T>2+2=4", 0.0), ("<T>5</T> So <T> \\boxed{4}", 0.0), ("\\boxed{4} <T> or \\boxed{5}?", 1.0)),
-        *(("<T>5</T> It is 4. <T> or 5?", 1.0), ("<T>5</T> \\boxed{4}", 1.0), ("\\boxed{5}</T> The answer is 4.", 1.0)),
+        *(
+            ("<T>5</T> The answer is 4. <T> or 5?", 1.0),
+            ("<T>5</T> \\boxed{4}", 1.0),
+            ("\\boxed{5}</T> The answer is 4.", 1.0),
+        ),
         *(("\\boxed{4}</T> The answer is 5.", 0.0), ("<T>a<T>\\boxed{5}</T> 4", 1.0), ("<T>The answer is 4.</T>", 1.0)),
     ],
 )
@@ -252,7 +292,7 @@ def test_gsm8k_references_are_right_and_changed_ones_wrong(math: Math):
     assert math([""] * 1319, rows, answer=[reference_answer(row) for row in rows]) == [1.0] * 1319
     assert sum(math([""] * 1319, run_on, answer=rows)) >= 1312
     assert math([""] * 1319, changed, answer=rows) == [0.0] * 1319
-    assert [final_answer(text, numeric=True) for text in cut_short] == [None] * len(cut_short)
+    assert [final_answer(text) for text in cut_short] == [None] * len(cut_short)
 
 
 def _changed(number: str, row: int) -> str:
@@ -310,12 +350,11 @@ def _styles(written: str) -> list[str]:
 def test_integers_are_read_in_every_style(value: int, style: int, form: str):
     styles = _styles(form.format(value))
     text = styles[style % len(styles)]
-    number = parse_number(text)
-    assert number == Number(Fraction(value), number.places if number else 0, text.rstrip(" .").endswith("%")), text
+    assert same_answer(text, str(value)), text
+    assert not same_answer(text, str(value + 1)), text
     for sentence in (f"#### {text}", f"So\n#### {text}\n", f"\\boxed{{{text}}}", f"The answer is {text}"):
-        answer = final_answer(sentence, numeric=True)
-        assert answer is not None, sentence
-        assert answer.number == number, sentence
+        assert judge(sentence, str(value)), sentence
+        assert not judge(sentence, str(value + 1)), sentence
 
 
 @settings(max_examples=300)
@@ -361,8 +400,8 @@ def test_integers_are_read_in_every_style(value: int, style: int, form: str):
 )
 def test_any_text_has_an_answer_or_none(text: str):
     for reference in ("18", "x^2", "(A)"):
-        assert judge(text, reference) in (True, False) or isinstance(judge(text, reference), tuple)
-    assert all(0 <= written.start < written.end <= len(plain(text)) for written in find_numbers(plain(text)))
+        assert judge(text, reference) in (True, False)
+        assert judge(text, reference, unmarked=True) in (True, False)
 
 
 @pytest.mark.parametrize(
