@@ -1,7 +1,7 @@
 """Answer extraction: the final answer of a worked solution, found by its mark without the reference.
 
-Pure. Marks are `#### 18` (GSM8K), `<answer>18</answer>`, `\\boxed{18}` and "the answer is 18" (or "Answer: 18"); the last
-one counts, and one that is not closed is not a mark. A response of one line without a mark is an answer as a whole.
+Pure. Marks are `#### 18` (GSM8K), `<answer>18</answer>`, `\\boxed{18}` and "the answer is 18" (or "Answer: 18"); the
+last one counts, and one that is not closed does not. A response of one line without a mark is an answer as a whole.
 Thoughts (`<think>`) and text behind the end of the answer are left out: see `own_words`. A solution with GSM8K's
 calculator annotations (`<<9*2=18>>`) but no mark was cut short, and has no answer.
 """
@@ -19,14 +19,10 @@ _HEAD, _TAIL = 4_000, 16_000  # characters of a longer text that are read
 _OCCURRENCES, _LINE = 20, 2000
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_END = re.compile(
-    r"(?P<before>\S)\s*(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end|eom_id|im_start)\|>|</s>|<end_of_turn>|<eos>|\[INST\]"
-    r"|<｜end▁of▁sentence｜>)"
-)
-_NEXT_PROBLEM = re.compile(
-    r"(?<=\d)(?P<before>[^\d\n]*)\n[\s#*]*(?:question|problem|exercise|instruction|q|user|human)\b(?:[ \d*]*:|[ *\d]*$)",
-    re.IGNORECASE | re.MULTILINE,
-)
+_TOKENS = "endoftext|im_end|eot_id|end_of_text|end|eom_id|im_start"
+_END = re.compile(rf"(?P<before>\S)\s*(?:<\|(?:{_TOKENS})\|>|</s>|<end_of_turn>|<eos>|\[INST\]|<｜end▁of▁sentence｜>)")
+_LABELS = r"(?:question|problem|exercise|instruction|q|user|human)\b(?:[ \d*]*:|[ *\d]*$)"
+_NEXT_PROBLEM = re.compile(rf"(?<=\d)(?P<before>[^\d\n]*)\n[\s#*]*{_LABELS}", re.IGNORECASE | re.MULTILINE)
 
 _HASHES = re.compile(r"#{4,}[ \t]*([^\n#]*)")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
@@ -34,9 +30,10 @@ _BOX = re.compile(r"(?:(?:(?<!\\)\\+b|\x08)oxed|(?<!\\)\\+fbox)[ \t]*(?=\{)")
 _BARE_BOX = re.compile(r"(?<!\\)\\+boxed[ \t]*(\d+)")
 _BRACE = re.compile(r"(?<!\\)[{}]")
 _GAP = r"[\s*_`\">]{0,9}"
+_IS = rf"(?P<certain>\b(?:is|are|was|equals|be)\b(?!n['’]t)){_GAP}:?"
 _STATED = re.compile(
-    rf"\b(?:answer|final (?:result|value))\b[^.\n:=\d]{{0,60}}?(?P<certain>\b(?:is|are|was|equals|be)\b(?!n['’]t)){_GAP}:?"
-    rf"|(?P<final>\b(?:final|correct) )?(?:\b(?:answer|ans|result)|^[ *_]*a)\b{_GAP}(?:[:：=]|(?<=[*_r])$)|答案(?:是|为|：|:)",
+    rf"\b(?:answer|final (?:result|value))\b[^.\n:=\d]{{0,60}}?{_IS}|答案(?:是|为|：|:)"
+    rf"|(?P<final>\b(?:final|correct) )?(?:\b(?:answer|ans|result)|^[ *_]*a)\b{_GAP}(?:[:：=]|(?<=[*_r])$)",
     re.IGNORECASE | re.MULTILINE,
 )
 _LABEL = re.compile(rf"{_GAP}(?:the )?(?:final )?(?:answer|ans|result)\b(?: is\b)?{_GAP}:?{_GAP}", re.IGNORECASE)
@@ -47,7 +44,8 @@ _OR = re.compile(rf"{_JOINED}(?:\\lor|or)\b[^\n.!?]{{0,30}}", re.IGNORECASE)
 _AND = re.compile(rf"{_JOINED}(?:and\b|&)?{_JOINED}(?:[a-z](?:_?\d|')?\s*=\s*)?{_JOINED}", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]+?)(?<!:)\*\*(?!\s*:)")
 _LAST = re.compile(
-    r"(?<![A-Za-z0-9_\u00c0-\u052f.^\\√/,:])[-+]?(?:\\?[$€£])?\s?(?:\d+ (?=\d+/))?(?:\d[\d,]*)?\.?\d+(?:/\d+)?(?:\s?\\?%)?(?![\d.:/^(]\d|\^|\d)"
+    r"(?<![A-Za-z0-9_\u00c0-\u052f.^\\√/,:])[-+]?(?:\\?[$€£])?\s?(?:\d+ (?=\d+/))?"
+    r"(?:\d[\d,]*)?\.?\d+(?:/\d+)?(?:\s?\\?%)?(?![\d.:/^(]\d|\^|\d)"
 )
 
 

@@ -26,66 +26,65 @@ from hybridflow.rewards.measurement import CHANGING, CURRENCIES, known_unit, uni
 
 _LONGEST, _DEPTH, _EXPONENT = 1000, 30, 2000  # characters; brackets in brackets; of a decimal (`1e300`)
 SCALES = {"hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_FUNCTIONS = set(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh sqrt exp ln log max min gcd lcm frac binom".split()
+_CALLED = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh sqrt exp ln log max min gcd lcm frac binom"
+_FUNCTIONS = frozenset(_CALLED.split())
+_GREEK = "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega"
+_NAMES = {name: name for name in f"{_GREEK} ell Gamma Delta Theta Lambda Sigma Phi Psi Omega pi infty reals".split()}
+_NAMES |= {"infinity": "infty", "oo": "infty", "emptyset": "empty", "varnothing": "empty"}
+# The first of each is read for the others.
+_ALIASES = (
+    r"* \cdot \times \ast  / \div  \le \leq \leqslant  \ge \geq \geqslant  \ne \neq  \lt <  \gt >  \approx \simeq"
 )
-_GREEK = (
-    "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
+_ALIASES += (
+    r"  \lor \vee  and \land \wedge & ;  | \lvert \rvert \vert \mid  \setminus \backslash  \{ \lbrace  \} \rbrace"
 )
-_NAMES = {name: name for name in f"{_GREEK} Gamma Delta Theta Lambda Sigma Phi Psi Omega pi infty R".split()}
-_NAMES |= {"infinity": "infty", "oo": "infty", "reals": "R", "emptyset": "empty", "varnothing": "empty"}
-_SAME: dict[str, str] = dict(
-    (pair.split()[0], pair.split()[1])
-    for pair in r"""\cdot *,\times *,\ast *,\div /,\leq \le,\leqslant \le,\geq \ge,\geqslant \ge,\neq \ne,< \lt,> \gt
-    ,\simeq \approx,\vee \lor,\land and,\wedge and,& and,; and,\lvert |,\rvert |,\vert |,\mid |,\backslash \setminus
-    ,\lbrace \{,\rbrace \},\lbrack [,\rbrack ],\langle (,\rangle )""".split(",")
-)
+_ALIASES += r"  [ \lbrack  ] \rbrack  ( \langle  ) \rangle"
+_SAME = {sign: group.split()[0] for group in _ALIASES.split("  ") for sign in group.split()}
+_NO_WORDS = {*_FUNCTIONS, *_NAMES, "and"}
 _RELATIONS = ("=", "\\lt", "\\gt", "\\le", "\\ge", "\\ne", "\\in", "\\approx", ":")
 _CLOSED_BY = {"(": ")]", "[": "])", "\\{": "\\}", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPAQUE = {"f", "g", "F", "G", "P"}  # `f(x)` is a function of x, not a product
-_SMALL = set("of per an a at by on in is for the all are was has day her his its it he she we from each".split())
+_OFTEN = "of per an a at by on in is for the all are was has day her his its it he she we from each"
+_SMALL = frozenset(_OFTEN.split())
 _HEAD = re.compile(r"(?:§?(?:[A-Za-z][a-z'’-]*[a-z'’]|[aI])(?:[\s,]+|(?=[\x03$€£])))*(?:§?[A-Za-z]{3,}\s*[:=]\s*)?")
-_CHOICE = re.compile(
-    r"(?:§?(?:option|choice)\s+)?(?:\(§?([A-J])\)|§?([A-J])(?:[).]|:(?=\s)|$))(?:[\s.:]+(.*)|$)", re.I | re.S
-)
+_CHOICE = r"(?:§?(?:option|choice)\s+)?(?:\(§?([A-J])\)|§?([A-J])(?:[).]|:(?=\s)|$))(?:[\s.:]+(.*)|$)"
 _WORDS = re.compile(r"(?:§?[^\W\d_]+[\s.,'’!?-]*)+")
 _DOUBT = re.compile(r"\b(?:\w+n['’]t|not?|never|wrong|incorrect|or|maybe|perhaps)\b", re.IGNORECASE)
 _REMARK = re.compile(r"(?<=[\w.%])\s+\((?=[^()]*[A-Za-z]{3})[^()\\]*\)|(?<=[a-z])\s(?:for|from)\s\d+\s[a-z]{3,}$")
-_SIGNS = str.maketrans(
-    dict.fromkeys("−﹣－–‒‐‑", "-") | dict.fromkeys("·⋅∙×✕", "\\cdot ") | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff")
-    | dict(zip("÷√，：％＝＋（）\u00a0\u2009\u202f０１２３４５６７８９", ["/", "sqrt ", *",:%=+()   0123456789"], strict=True))
-    | dict(zip("∞≤⩽≥⩾≠∈∪∅…°±≈ℝ", r"\infty ,\le ,\le ,\ge ,\ge ,\ne ,\in ,\cup ,\emptyset ,\ldots ,^\circ ,\pm ,\approx ,\reals ".split(",")))
-    | {sign: f"^{{{unicodedata.normalize('NFKC', sign)}}}" for sign in "⁰¹²³⁴⁵⁶⁷⁸⁹"}
-    | {sign: " " + unicodedata.normalize("NFKC", sign).replace("⁄", "/") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
-)  # fmt: skip
+_SCRIPTS = ["⁰₀", "¹₁", "²₂", "³₃", "⁴₄", "⁵₅", "⁶₆", "⁷₇", "⁸₈", "⁹₉"]
+_WRITTEN = (
+    r"− - – - ‒ - ‐ - ÷ / · \cdot ⋅ \cdot ∙ \cdot ∗ \cdot × \cdot ✕ \cdot √ sqrt ∞ \infty ≤ \le ⩽ \le ≥ \ge ⩾ \ge"
+)
+_WRITTEN += r" ≠ \ne ∈ \in ∪ \cup ∅ \emptyset … \ldots ° ^\circ ± \pm ≈ \approx ℝ \reals"
+_WRITTEN += "".join(f" {sign} ^{{{number}}} {below} _{{{number}}}" for number, (sign, below) in enumerate(_SCRIPTS))
+_SIGNS = {ord(sign): f"{text} " if text[-1].isalpha() else text for sign, text in zip(*[iter(_WRITTEN.split())] * 2)}
+_SIGNS |= dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"), "")
+_SIGNS |= {ord(sign): f" {unicodedata.normalize('NFKC', sign).replace('⁄', '/')}" for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+
+
 # Layout without meaning, in this order; `§` marks an upright word, `\x03` is a dollar.
+_STYLE = r"\\(?:(?:math|text)(?:bf|it|sf|tt)|boldsymbol|bm|emph|boxed|fbox)\s*\{([^{}]*)\}"
+_SIZE = r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![a-zA-Z])"
+_DEGREE = r"(?:\^\s*)?(?:\{\s*)?\\(?:circ|degree)(?![a-zA-Z])(?:\s*\})?|\^\s*\{?\s*\\(?:text|mathrm)\{o\}\s*\}?"
 _LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), written)
     for pattern, written in (
         (r"</?(?:b|strong|i|em|u|br|p|span|code)\b[^<>]*>|~~[^~\n]+~~|`", " "),
         (r"(?<![\w)}\]*])\*\*(?!\s)([^*\n]+?)\*\*(?!\w)", r" \1 "),
         (r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~)+(?=\d{3}(?!\d))", ""),
-        (r"\\(?:left|right)\s*\.|\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![a-zA-Z])", " "),
-        (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~", " "),
-        (
-            r"\\(?:math|text)(?:bf|it|sf|tt)\s*\{([^{}]*)\}|\\(?:boldsymbol|bm|emph|boxed|fbox)\s*\{([^{}]*)\}",
-            r" \1\2 ",
-        ),
-        (
-            r"(?:\^\s*)?(?:\{\s*)?\\(?:circ|degree)(?![a-zA-Z])(?:\s*\})?|\^\s*\{?\s*\\(?:text|mathrm)\{o\}\s*\}?",
-            r"\\degree ",
-        ),
+        (rf"{_SIZE}|(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (_STYLE, r" \1 "),
+        (_DEGREE, r"\\degree "),
         (r"\\degree\s*(?:\\(?:text|mathrm)\{)?([CF])\}?(?![A-Za-z])", r" §deg\1"),
         (
-            r"\\(?:text(?:rm|normal)?|mathrm|mbox|operatorname\*?)\s*\{([^{}]*)\}",
-            lambda found: f" {re.sub('§?([A-Za-z]+)', lambda word: f'§{word[1]}', found[1])} ",
+            r"\\(?:text(?:rm|normal)?|mathrm|mbox|operatorname\*?)\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+            lambda found: re.sub("§?([A-Za-z]+)", r"§\1", f" {found[1]} "),
         ),
         (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\[dtc](frac|binom)(?![a-zA-Z])", r"\\\1"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\(frac|sqrt)\s*(\d)", r"\\\1{\2}"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\*\*", "^"),
         (r"\\%|(?<=\d)\s+per\s?cent\b", "%"),
         (r"\\\$", "\x03"),
@@ -97,19 +96,19 @@ _BLANK_GROUPS = re.compile(
     r"[$\x03€£]\s?\d{1,3}(?: \d{3})+(?!\d)|(?<![\w.,/^-])(?<!\d )[1-9]\d{0,2}(?:(?: \d{3}){2,}| 0\d\d)(?![\d,/]| \d)"
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
-_RATE = (
-    r"(?:[kcm]?m|mi|ft|k?g|m?L)\s?/\s?(?:h(?:r|our)?|s(?:ec)?|min|day|[km]?L|[kc]?m|kg)(?:\^\{?[23]\}?)?(?![A-Za-z])"
-)
+_RATE = r"(?:[kcm]?m|mi|ft|k?g|m?L)\s?/\s?(?:h(?:r|our)?|s(?:ec)?|min|day|[km]?L|[kc]?m|kg)(?:\^\{?[23]\}?)?"
 _TOKEN = re.compile(
-    r"(?P<gap>\s*)(?:(?P<mixed>(?P<ones>\d+)\s+(?:and\s+)?(?P<over>\d+)\s?/\s?(?P<under>\d+)(?![\d/.]))"
-    r"|(?P<based>(?P<digits>\d[\dA-F]*)_(?:(?P<b>\d)|\{\s*§?(?P<base>\d+|two|three|eight|ten)\s*\}))"
-    r"|(?P<number>(?=\.?\d)(?P<whole>\d+)?(?:\.(?P<part>\d*)(?=\d|(?<=\d)|\s*\\overline|\s*\\bar))?"
-    r"(?:(?<=[\d.])\s*\\(?:overline|bar)\s*\{?\s*(?P<cycle>\d+)\s*\}?|(?<=\d)\s*(?P<dots>\\[lc]?dots(?![a-z])|\.\.\.))?"
-    r"(?:(?<=\d)[eE](?P<power>[-+]?\d{1,4})(?![\w.]))?)"
-    rf"|(?P<matrix>\\begin\{{[bpvB]?matrix\}}|\\begin\{{array\}}\{{[^{{}}]*\}})|(?P<end>\\end\{{[a-zB]+\}})"
-    rf"|(?P<rate>(?<=[\d\s§]){_RATE})"
-    rf"|(?P<name>(?:[A-Za-z](?![A-Za-z'])|\\(?:{'|'.join(_NAMES)})(?![A-Za-z]))_(?:\w|\{{\s*§?[A-Za-z0-9+-]+\s*\}}))"
-    r"|(?P<word>§?(?:[^\W\d_]{3,}-[a-z]{3,}|[^\W\d_]+(?:['’][a-z]+)?))|(?P<sign>\\[A-Za-z]+|\\.|[^\w\s§]|_))"
+    rf"""(?P<gap>\s*)(?:
+    (?P<mixed>(?P<ones>\d+)\s+(?:and\s+)?(?P<over>\d+)\s?/\s?(?P<under>\d+)(?![\d/.]))
+    |(?P<based>(?P<digits>\d[\dA-F]*)_(?:(?P<b>\d)|\{{\s*§?(?P<base>\d+|two|three|eight|ten)\s*\}}))
+    |(?P<number>(?=\.?\d)(?P<whole>\d+)?(?:\.(?P<part>\d*)(?=\d|(?<=\d)|\s*\\overline|\s*\\bar))?
+      (?:(?<=[\d.])\s*\\(?:overline|bar)\s*\{{?\s*(?P<cycle>\d+)\s*\}}?|(?<=\d)\s*(?P<dots>\\[lc]?dots(?![a-z])|\.\.\.))?
+      (?:(?<=\d)[eE](?P<power>[-+]?\d{{1,4}})(?![\w.]))?)
+    |(?P<matrix>\\begin\{{[bpvB]?matrix\}}|\\begin\{{array\}}\{{[^{{}}]*\}})|(?P<end>\\end\{{[a-zB]+\}})
+    |(?P<rate>(?<=[\d\s§]){_RATE}(?![A-Za-z]))
+    |(?P<name>(?:[A-Za-z](?![A-Za-z'])|\\(?:{"|".join(_NAMES)})(?![A-Za-z]))_(?:\w|\{{\s*§?[A-Za-z0-9+-]+\s*\}}))
+    |(?P<word>§?(?:[^\W\d_]{{3,}}-[a-z]{{3,}}|[^\W\d_]+(?:['’][a-z]+)?))|(?P<sign>\\[A-Za-z]+|\\.|[^\w\s§]|_))""",
+    re.VERBOSE,
 )
 
 
@@ -137,7 +136,7 @@ def number(value: Fraction | int, places: int | None = 0) -> Tree:
 
 
 def product(left: Tree | int | Fraction, right: Tree) -> Tree:
-    return Tree("*", (left if isinstance(left, Tree) else number(left), right))
+    return right if left == 1 else Tree("*", (left if isinstance(left, Tree) else number(left), right))
 
 
 @lru_cache(4096)
@@ -147,25 +146,26 @@ def read(text: str, letters: bool = False) -> Tree | None:
         return number(int(text))
     if len(text) > _LONGEST or not (plain := layout(text)):
         return None
-    if (chosen := _CHOICE.fullmatch(plain)) and (not chosen[3] or read(chosen[3], letters)):
-        return Tree("choice", ((chosen[1] or chosen[2]).upper(), read(chosen[3], letters) if chosen[3] else None))
+    if chosen := re.fullmatch(_CHOICE, plain, re.IGNORECASE | re.DOTALL):
+        behind = read(chosen[3], letters) if chosen[3] else None
+        if behind or not chosen[3]:
+            return Tree("choice", ((chosen[1] or chosen[2]).upper(), behind))
     words = re.findall(r"[^\W_]+", plain)
-    if _WORDS.fullmatch(plain) and any(len(word) > 2 and word not in _FUNCTIONS | _NAMES.keys() for word in words):
+    if _WORDS.fullmatch(plain) and any(len(word) > 2 and word.lower() not in _NO_WORDS for word in words):
         return Tree("text", tuple(word.lower() for word in words))
     if letters:
-        plain = re.sub(
-            r"(?<=[\d\s})])([A-Za-z])(?=(?:\^\{?\d\}?)?$)", r" §\1", re.sub(r"(?<=\d)\s*k$", r"*1000", plain)
-        )
+        plain = re.sub(r"(?<=\d)\s*k$", r"*1000", plain)
+        plain = re.sub(r"(?<=[\d\s})])([A-Za-z])(?=(?:\^\{?\d\}?)?$)", r" §\1", plain)
     if "\\pm" in plain or "\\mp" in plain:
-        both = [
-            read(re.sub(r"\\([pm])[pm]", lambda found: "+-"[(found[1] == "p") == minus], plain))
-            for minus in (False, True)
-        ]
-        return Tree("list", tuple(part for part in both if part)) if None not in both else None
-    for head in (0, len(_HEAD.match(plain)[0])):  # pyright: ignore[reportOptionalSubscript]
-        if not CHANGING.search(plain[:head]) and not any(map(_DOUBT.search, _REMARK.findall(plain[head:]))):
+        signs = ({"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"})
+        written = [re.sub(r"\\[pm][pm]", lambda found, of=of: of.get(found[0], "?"), plain) for of in signs]
+        both = [part for part in map(read, written) if part]
+        return Tree("list", tuple(both)) if len(both) == 2 else None
+    for head in ("", (_HEAD.match(plain) or [""])[0]):
+        rest = plain[len(head) :]
+        if not CHANGING.search(head) and not any(map(_DOUBT.search, _REMARK.findall(rest))):
             try:
-                return _Parser(_tokens(_REMARK.sub(" ", plain[head:]).strip())).whole()
+                return _Parser(_tokens(_REMARK.sub(" ", rest).strip())).whole()
             except (Unread, ZeroDivisionError, RecursionError):
                 continue
     return None
@@ -173,7 +173,8 @@ def read(text: str, letters: bool = False) -> Tree | None:
 
 def layout(text: str) -> str:
     """The text without layout that has no meaning."""
-    text = text.strip().translate(_SIGNS)
+    text = text.strip()
+    text = text if text.isascii() else unicodedata.normalize("NFKC", text.translate(_SIGNS))
     text = _BLANK_GROUPS.sub(lambda found: found[0].replace(" ", ""), text)
     if re.search(r"[\\*$~`<{R]|per", text):
         for pattern, written in _LAYOUT:
@@ -186,9 +187,8 @@ def layout(text: str) -> str:
         text = text.replace("$", " ") if text.count("$") % 2 == 0 else text
     if not re.search(r"[(\[]|\\\{", text):  # in brackets commas separate
         text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
-    return re.sub(
-        r"(?<![\\.])[.,;:。\s]+$", "", re.sub(r"(?<=\d)(?:(?:st|nd|rd|th)\b|-(?=[a-z]{3}))", " ", text)
-    ).strip()
+    text = re.sub(r"(?<=\d)(?:(?:st|nd|rd|th)\b|-(?=[a-z]{3}))", " ", text)
+    return re.sub(r"(?<![\\.])[.,;:。\s]+$", "", text).strip()
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -198,19 +198,17 @@ def _tokens(text: str) -> list[_Token]:
         if matched is None:
             raise Unread
         kind, said, gap = matched.lastgroup or "", matched[0].strip(), bool(matched["gap"])
-        if matched["number"] or matched["mixed"] or matched["based"]:
-            value = _mixed(matched) if matched["mixed"] else _based(matched) if matched["based"] else _decimal(matched)
+        value = next((make(matched) for group, make in _NUMBERS.items() if matched[group]), None)
+        if value:
             found.append(_Token("number", said, gap, value))
         elif kind in ("rate", "name", "matrix", "end"):
             found.append(_Token({"rate": "word"}.get(kind, kind), re.sub(r"[\s{}§]", "", said), gap))
         elif kind == "word":
             found += _letters(said.lstrip("§"), gap, said[0] == "§", found[-1].kind if found else "")
-        elif said.lstrip("\\") in _FUNCTIONS | _NAMES.keys() and said[0] == "\\":
-            name = said[1:]
+        elif (name := said[1:]) in _FUNCTIONS | _NAMES.keys() and said[0] == "\\":
             found.append(_Token("name" if name in _NAMES else "function", _NAMES.get(name, name), gap))
         else:
-            said = _SAME.get(said, said)
-            found.append(_Token("word" if said in CURRENCIES else "sign", said, gap))
+            found.append(_Token("word" if said in CURRENCIES else "sign", _SAME.get(said, said), gap))
         at = matched.end()
     return found
 
@@ -261,6 +259,9 @@ def _decimal(found: re.Match[str]) -> Tree:
     return number(value * Fraction(10) ** exponent, max(0, len(part) - exponent))
 
 
+_NUMBERS = {"mixed": _mixed, "based": _based, "number": _decimal}
+
+
 class _Parser:
     """One method for each rule of the grammar."""
 
@@ -288,22 +289,15 @@ class _Parser:
         while sign := self.sign(",", "and", "or", "\\lor"):
             signs.add((self.sign("and", "or") or sign) if sign == "," else sign)  # `1, 2, and 3`
             items.append(self.item())
-        return (
-            items[0]
-            if len(items) == 1
-            else Tree(
-                "either" if "\\lor" in signs else "or" if "or" in signs and "and" not in signs else "list", tuple(items)
-            )
-        )
+        kind = "either" if "\\lor" in signs else "or" if "or" in signs and "and" not in signs else "list"
+        return Tree(kind, tuple(items)) if signs else items[0]
 
     def item(self) -> Tree:
         _ = self.sign("\\approx", "=")
-        words = list[str]()
-        while self.token().kind == "word" and self.token().text not in CURRENCIES:
-            words.append(self.token().text.lower())
-            self.at += 1
+        words = self.words(label=True)
         if words and self.token().text not in ("=", ":"):
-            return Tree("text", tuple(words))  # `read` accepts words before a value
+            choice = len(words) == 1 == len(words[0])  # `\\text{A} and \\text{C}`
+            return Tree("name", (words[0].upper(),)) if choice else Tree("text", tuple(words))
         parts: list[Any] = [Tree("text", tuple(words)) if words else self.union()]
         while sign := self.sign(*_RELATIONS[: -1 if self.depth else None]):
             parts += [sign, self.union()]
@@ -319,26 +313,30 @@ class _Parser:
 
     def quantity(self) -> Tree:
         """A sum with what stands around it: a currency, a scale, a percent sign, a unit, words."""
-        minus = self.token().text == "-" and self.token(1).text in CURRENCIES and bool(self.sign("-"))  # `-$3`
-        words, scale, value = self.words(CURRENCIES), 1, self.sum()
-        value = _signed("-", value) if minus else value
-        if (named := self.token().text.lower().removesuffix("s")) in SCALES:
-            scale, self.at = SCALES[named], self.at + 1
-        words += ["degree"] if value.kind == "degree" else []
-        words += self.words()
+        minus = self.token().text == "-" and self.token(1).text in CURRENCIES and self.sign("-")  # `-$3`
+        before, value = self.words(CURRENCIES), _signed(minus or "", self.sum())
+        scale = SCALES.get(self.token().text.lower().removesuffix("s"), 1)
+        self.at += scale > 1
+        words = [*before, *(["degree"] if value.kind == "degree" else []), *self.words()]
         if not words and value.kind != "percent" and scale == 1:
             return value
         inner = value.parts[0] if value.kind in ("percent", "degree") else value
         return Tree("quantity", (inner, unit(words), value.kind == "percent", scale))
 
-    def words(self, among: Any = None) -> list[str]:
-        """The unit or words here (`among`: these only), up to the next separator."""
+    def words(self, among: Any = None, label: bool = False) -> list[str]:
+        """The unit or words here (`among`: these only; `label`: no currencies), up to the next separator."""
         words = list[str]()
         while True:
             token, ahead = self.token(), self.token(1)
-            if token.kind == "word" and (among is None or token.text in among):
-                words.append(CURRENCIES.get(token.text, token.text))
-            elif among is None and token.text in ("/", "-", "*") and ahead.kind == "word" and not token.gap:
+            if (
+                token.kind == "word"
+                and (among is None or token.text in among)
+                and not (label and token.text in CURRENCIES)
+            ):
+                words.append(token.text.lower() if label else CURRENCIES.get(token.text, token.text))
+            elif label or among is not None:
+                break
+            elif token.text in ("/", "-", "*") and ahead.kind == "word" and not token.gap:
                 words += [token.text] if token.text == "/" else []
             elif words and token.text == "^":
                 power = re.match(r"\^(\{?)(-?[123])", "".join(self.token(ahead).text for ahead in range(4)))
@@ -349,7 +347,7 @@ class _Parser:
             else:
                 break
             self.at += 1
-        if CHANGING.search(" ".join(words)):
+        if not label and CHANGING.search(" ".join(words)):
             raise Unread
         return words
 
@@ -365,34 +363,38 @@ class _Parser:
         while True:
             if not argument and (sign := self.sign("*", "/")):
                 found, divided = _product(sign, found, _signed(self.sign("-", "+"), self.power())), sign == "/"
-            elif self.juxtaposed() and not (
-                argument and self.token().kind == "function" and self.token().text != "sqrt"
-            ):
+            elif self.juxtaposed(argument):
                 if divided and not self.token().gap:  # `1/2x` could be read in two ways
                     raise Unread
                 found, divided = _product("", found, self.power()), False
             else:
                 return found
 
-    def juxtaposed(self) -> bool:
+    def juxtaposed(self, argument: bool) -> bool:
         """Whether the next token begins a factor without a sign before it."""
         kind, text = self.token()[:2]
+        if kind == "function":
+            return not argument or text == "sqrt"
+        if kind == "number":  # `5!5!`
+            return not argument and self.token(-1).text == "!"
         bracket = text in ("(", "{", "\\lfloor", "\\lceil") or (text == "|" and not self.bars)
-        return kind in ("name", "function") or (kind == "sign" and bracket)
+        return kind == "name" or (kind == "sign" and bracket)
 
     def power(self) -> Tree:
         found = self.atom()
         while sign := self.sign("!", "%", "^", "\\degree"):
-            if sign != "^":
-                if sign == "!" and (found.kind in ("^", "factorial") or self.token().text == "!"):
-                    raise Unread
-                found = Tree({"!": "factorial", "%": "percent"}.get(sign, "degree"), (found,))
-            else:
+            if sign == "^":
                 minus, self.depth = self.sign("-", "+"), self.depth + 1
                 if self.depth > _DEPTH:
                     raise Unread
                 found = Tree("^", (found, _signed(minus, self.atom() if self.token().text == "{" else self.power())))
                 self.depth -= 1
+            elif sign == "!":
+                if found.kind == "^" or found.parts[0] == "factorial" or self.token().text == "!":
+                    raise Unread
+                found = Tree("call", ("factorial", found))
+            else:
+                found = Tree("percent" if sign == "%" else "degree", (found,))
         return found
 
     def atom(self) -> Tree:
@@ -485,14 +487,13 @@ def _signed(sign: str, term: Tree) -> Tree:
 
 def _product(sign: str, left: Tree, right: Tree) -> Tree:
     """Also `2\\frac{1}{2}`, and `6.02 \\times 10^{23}`, a decimal whose places are those of its digits."""
-    if (
-        left.kind == "number"
-        and left.parts[1] is not None
-        and all(getattr(part, "kind", "") == "number" for part in right.parts)
-    ):
-        (value, places), (over, under) = left.parts, (part.parts[0] for part in (*right.parts, number(0))[:2])
+    if not sign and right.kind in ("percent", "degree"):  # `14\\frac{2}{7}\\%`
+        return Tree(right.kind, (_product(sign, left, right.parts[0]),))
+    parts = [part.parts for part in (left, *right.parts) if isinstance(part, Tree) and part.kind == "number"]
+    if len(parts) == 3 == 1 + len(right.parts) and parts[0][1] is not None:
+        (value, places), (over, _), (under, _) = parts
         if not sign and right.kind == "/" and places == 0 and 0 < over < under:
             return number(value + (over / under) * (-1 if value < 0 else 1), None)
         if sign == "*" and right.kind == "^" and over == 10 and under.denominator == 1 and abs(under) <= _EXPONENT:
-            return number(value * 10 ** int(under), max(0, places - int(under)))
+            return number(value * Fraction(10) ** int(under), max(0, places - int(under)))
     return Tree(sign or "*", (left, right))

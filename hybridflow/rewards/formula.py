@@ -1,32 +1,33 @@
 """Values of formulas, and whether two are identical. Pure; bounded by the size of numbers and by `limited`.
 
-Formulas with rational values are compared by these: constants as they are, others at random points modulo a prime
-(where unequal rational functions agree with a probability below 1e-70). All others are compared by more digits than the numbers in both
-could agree by chance, wherever both are real, or both complex if they never are.
+A value is exact (a Fraction) where it is rational. Any other is worked out to more digits than the numbers in both
+formulas could agree in by chance. Formulas of variables are compared at random points.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache, reduce
 from hashlib import blake2b
 from typing import Any
 
 from mpmath.ctx_mp import MPContext
 
-from hybridflow.rewards.answer_grammar import Tree, number, product
+from hybridflow.rewards.answer_grammar import Tree
 
-_PRIME = 2**255 - 19
-_BITS, _PRECISION = 50_000, 1_500  # of a rational number; digits of any other
-_CONSTANTS = {"e", "pi", "i", "infty", "empty", "R"}
-_EXACT = {"factorial": math.factorial, "binom": math.comb, "gcd": math.gcd, "lcm": math.lcm}
-_SIMPLE = {"abs": abs, "floor": math.floor, "ceil": math.ceil, "max": max, "min": min}
+_BITS, _PRECISION, _FACTORIAL = 50_000, 1_500, 5_000  # of a rational number; digits of any other; the largest `n!`
+_CONSTANTS = {"e", "pi", "i", "infty", "empty", "reals"}
+_EXACT = {"abs": abs, "floor": math.floor, "ceil": math.ceil, "max": max, "min": min}
+_WHOLE = {"factorial": math.factorial, "binom": math.comb, "gcd": math.gcd, "lcm": math.lcm}
 _MPMATH = {"ln": "log", "arcsin": "asin", "arccos": "acos", "arctan": "atan", "binom": "binomial"}
+_SMOOTH = ("sin", "cos", "tan", "exp", "sinh", "cosh", "tanh")
+_OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv}
 _deadline: ContextVar[float] = ContextVar("_deadline", default=math.inf)
 
 
@@ -34,8 +35,8 @@ class OutOfTime(Exception):  # noqa: N818  the limit of a comparison is up, whic
     pass
 
 
-class Unfit(ArithmeticError):
-    """A formula has no value of the asked kind."""
+class Unfit(ArithmeticError):  # noqa: N818  as OutOfTime
+    """A formula has no value, or none that is worked out."""
 
 
 _NO_VALUE = (ArithmeticError, ValueError, TypeError)
@@ -51,139 +52,146 @@ def limited(seconds: float) -> Iterator[None]:
         _deadline.reset(token)
 
 
-def evaluate(node: Tree, point: Fraction | None = None, context: Any = None, whole: bool = False) -> Any:
-    """The value of an expression: a Fraction; at a `point` modulo _PRIME; with a `context` of mpmath a complex number.
+class _Point:
+    """Works out formulas where each variable is a random number within 2 of `near` (None: it has no value).
 
-    Variables are random numbers near `point` (from 1 to 40 if `whole`). Errors: _NO_VALUE; OutOfTime.
+    `whole`: variables are whole numbers from 1 to 40.
     """
-    if time.thread_time() > _deadline.get():
-        raise OutOfTime
-    kind, parts = node
-    modular = context is None and point is not None
-    if kind == "number":
-        return _converted(parts[0], point, context)
-    if kind == "name" and (parts[0] in _CONSTANTS or point is None):
-        if context is None or parts[0] not in ("e", "pi", "i"):
+
+    def __init__(self, near: Fraction | None = None, digits: int = 60, whole: bool = False) -> None:
+        self.near, self.whole, self.context = near, whole, _context(digits)
+
+    def value(self, node: Tree) -> Any:
+        """A Fraction, or a number of mpmath. Errors: _NO_VALUE; OutOfTime."""
+        if time.thread_time() > _deadline.get():
+            raise OutOfTime
+        found = self._value(*node)
+        if isinstance(found, Fraction):
+            if found.numerator.bit_length() + found.denominator.bit_length() > 2 * _BITS:
+                raise Unfit
+        elif found and abs(self.context.mag(found)) > _BITS:
             raise Unfit
-        return context.j if parts[0] == "i" else +getattr(context, parts[0])
-    if kind == "name" or (kind == "function" and modular):
-        value = _near(parts[0] if kind == "name" else f"{parts[0]}({evaluate(parts[1], point)})", point or Fraction(0))
-        return _converted(Fraction(1 + int(abs(value) * 10**6) % 40) if whole else value, point, context)
-    if kind in ("percent", "degree"):
-        unit = (number(1), number(100)) if kind == "percent" else (Tree("name", ("pi",)), number(180))
-        return evaluate(product(parts[0], Tree("/", unit)), point, context, whole)
-    if kind == "^" and (exponent := constant(parts[1])) is not None:
-        return _power(evaluate(parts[0], point, context, whole), exponent, point, context)
-    if (kind == "^" and context is None) or kind not in ("+", "*", "/", "^", "call", "factorial"):
-        raise Unfit
-    if kind in ("call", "factorial") and modular:
-        return _converted(evaluate(node), point, None)
-    values = [evaluate(part, point, context, whole) for part in parts if isinstance(part, Tree)]
-    if kind in ("call", "factorial"):
-        name = parts[0] if kind == "call" else kind
-        return _exact_call(name, *values) if context is None else _numeric_call(name, context, *values)
-    found = values[0]
-    for value in values[1:]:
-        value = _inverse(value) if kind == "/" and modular else 1 / value if kind == "/" else value
-        found = (
-            found + value if kind == "+" else _numeric_power(found, value, context) if kind == "^" else found * value
-        )
-        found = found % _PRIME if modular else found
-        if context is None and found.numerator.bit_length() + found.denominator.bit_length() > 2 * _BITS:
+        return found
+
+    def _value(self, kind: str, parts: Any) -> Any:
+        if kind == "number":
+            return parts[0]
+        if kind == "name":
+            return self._named(parts[0])
+        if kind == "function" and isinstance(argument := self.value(parts[1]), Fraction):
+            return self._random(f"{parts[0]}({argument})")
+        values = [self.value(part) for part in parts if isinstance(part, Tree)]
+        if kind == "call":
+            return self._call(parts[0], values)
+        if kind in ("percent", "degree"):
+            return values[0] / Fraction(100) if kind == "percent" else self.inexact(values[0]) * self.context.pi / 180
+        if kind == "^":
+            return self.power(*values)
+        if kind not in _OPERATIONS:
             raise Unfit
-    return found
+        exact = all(isinstance(value, Fraction) for value in values)
+        return reduce(_OPERATIONS[kind], values if exact else map(self.inexact, values))
 
+    def inexact(self, value: Any) -> Any:
+        return self.context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
-def _converted(value: Fraction, point: Fraction | None, context: Any) -> Any:
-    if context is not None:
-        return context.mpf(value.numerator) / value.denominator
-    return value if point is None else value.numerator * _inverse(value.denominator) % _PRIME
-
-
-def _inverse(value: int) -> int:
-    if value % _PRIME == 0:
-        raise ZeroDivisionError
-    return pow(value, -1, _PRIME)
-
-
-def _power(base: Any, exponent: Fraction, point: Fraction | None, context: Any) -> Any:
-    """Roots of odd order of negative numbers are real."""
-    if context is None and point is not None:
-        if exponent.denominator != 1:
+    def _named(self, name: str) -> Any:
+        if name in ("e", "pi", "i"):
+            return self.context.j if name == "i" else +getattr(self.context, name)
+        if name in _CONSTANTS:
             raise Unfit
-        return pow(base if exponent >= 0 else _inverse(base), abs(exponent.numerator), _PRIME)
-    if context is None:
-        if exponent.denominator != 1:
-            base, exponent = _exact_call("root", base, Fraction(exponent.denominator)), Fraction(exponent.numerator)
-        if abs(exponent) * (max(abs(base.numerator), base.denominator).bit_length() - 1) > _BITS:
+        return self._random(name)
+
+    def _random(self, name: str) -> Fraction:
+        if self.near is None:
             raise Unfit
-        return base**exponent.numerator
-    if exponent.denominator == 1:
-        return _numeric_power(base, exponent.numerator, context)
-    odd = exponent.denominator % 2 and not context.im(base) and base < 0
-    found = _numeric_power(-base if odd else base, context.mpf(exponent.numerator) / exponent.denominator, context)
-    return -found if odd and exponent.numerator % 2 else found
+        drawn = int.from_bytes(blake2b(f"{name} {self.near}".encode(), digest_size=7).digest())
+        return Fraction(1 + drawn % 40) if self.whole else self.near + Fraction(drawn, 2**54) - 2
+
+    def power(self, base: Any, exponent: Any) -> Any:
+        """Roots of odd order of negative numbers are real."""
+        if isinstance(exponent, Fraction) and isinstance(base, Fraction):
+            if exponent.denominator > 1 and (root := _root(base, exponent.denominator)) is not None:
+                base, exponent = root, Fraction(exponent.numerator)
+            if exponent.denominator == 1:
+                if abs(exponent) * (max(abs(base.numerator), base.denominator).bit_length() - 1) > _BITS:
+                    raise Unfit
+                return base**exponent.numerator
+        base = self.inexact(base)
+        if base and abs(exponent) * max(1, abs(self.context.mag(base))) > _BITS:
+            raise Unfit
+        order = exponent.denominator if isinstance(exponent, Fraction) else 0
+        odd = order > 1 and order % 2 and not self.context.im(base) and base < 0
+        found = (-base if odd else base) ** (exponent.numerator if order == 1 else self.inexact(exponent))
+        return -found if odd and exponent.numerator % 2 else found
+
+    def _call(self, name: str, values: list[Any]) -> Any:
+        exact = all(isinstance(value, Fraction) for value in values)
+        if name == "root":
+            return self.power(values[0], 1 / values[1])
+        if name in _EXACT and (exact or name in ("abs", "max", "min")):
+            return Fraction(_EXACT[name](*values)) if exact else _EXACT[name](*map(self.inexact, values))
+        if name in _WHOLE and exact and all(v.denominator == 1 and 0 <= v <= _FACTORIAL for v in values):
+            return Fraction(_WHOLE[name](*(value.numerator for value in values)))
+        numbers = list(map(self.inexact, values))
+        if name == "log":
+            return self.context.log(numbers[0]) / self.context.log(numbers[1] if numbers[1:] else 10)
+        if name in ("gcd", "lcm") or (name != "ln" and any(one and self.context.mag(one) > 40 for one in numbers)):
+            raise Unfit
+        return getattr(self.context, _MPMATH.get(name, name))(*numbers)
 
 
-def _numeric_power(base: Any, exponent: Any, context: Any) -> Any:
-    if base and abs(exponent) * max(1, abs(context.mag(base))) > _BITS:
-        raise Unfit
-    return base**exponent
+@cache
+def _context(digits: int) -> MPContext:
+    context = MPContext()
+    context.dps = digits
+    return context
 
 
-def _exact_call(name: str, *values: Fraction) -> Fraction:
-    if name in _SIMPLE:
-        return Fraction(_SIMPLE[name](*values))
-    numbers = [value.numerator for value in values]
-    if name == "root" and values[1].denominator == 1 and 0 < numbers[1] < 100 and (values[0] >= 0 or numbers[1] % 2):
-        sign = -1 if values[0] < 0 else 1
-        return sign * Fraction(*(_root(abs(part), numbers[1]) for part in (numbers[0], values[0].denominator)))
-    if name not in _EXACT or any(value.denominator != 1 or not 0 <= value <= 5000 for value in values):
-        raise Unfit
-    return Fraction(_EXACT[name](*numbers))
+def _root(value: Fraction, index: int) -> Fraction | None:
+    """The root of a number, None where it is not rational or not real."""
+    if index > 100 or (value < 0 and index % 2 == 0):
+        return None
+    found = list[int]()
+    for part in (abs(value.numerator), value.denominator):
+        low, high = 0, 1 << (part.bit_length() // index + 1)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if middle**index < part else (low, middle)
+        if low**index != part:
+            return None
+        found.append(low)
+    return Fraction(*found) * (-1 if value < 0 else 1)
 
 
-def _root(value: int, index: int) -> int:
-    """The root of a whole number. Errors: Unfit where it is not whole."""
-    low, high = 0, 1 << (value.bit_length() // index + 1)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if middle**index < value else (low, middle)
-    if low**index != value:
-        raise Unfit
-    return low
-
-
-def _numeric_call(name: str, context: Any, *values: Any) -> Any:
-    if name == "root":
-        return _power(values[0], Fraction(1, int(context.re(values[1]))), None, context)
-    if name == "log":
-        return context.log(values[0]) / context.log(values[1] if values[1:] else 10)
-    if name in ("abs", "max", "min"):
-        return _SIMPLE[name](*values)
-    if name in ("gcd", "lcm") or (name != "ln" and any(value and context.mag(value) > 40 for value in values)):
-        raise Unfit
-    return getattr(context, _MPMATH.get(name, name))(*values)
-
-
-def constant(node: Tree) -> Fraction | None:
-    """The rational number that the expression is, or None."""
+@lru_cache(4096)
+def _worked_out(node: Tree) -> Any:
     try:
-        return node.parts[0] if node.kind == "number" else evaluate(node)
+        return _Point().value(node)
     except _NO_VALUE:
         return None
 
 
+def constant(node: Tree) -> Fraction | None:
+    """The rational number that the expression is, or None."""
+    found = node.parts[0] if node.kind == "number" else _worked_out(node)
+    return found if isinstance(found, Fraction) else None
+
+
 def approximate(node: Tree) -> Fraction | None:
     """A real constant, to 40 digits unless it is exact, or None."""
-    if (exact := constant(node)) is not None:
-        return exact
+    found, context = _worked_out(node), _context(60)
+    if found is None or isinstance(found, Fraction):
+        return found
+    real = context.isfinite(found) and abs(context.im(found)) <= abs(found) * 1e-40
+    return Fraction(str(context.nstr(context.re(found), 40))) if real else None
+
+
+def proportion(a: Tree, b: Tree) -> Fraction | None:
+    """The rational number by which a is b at a random point."""
     try:
-        context = _context(60)
-        value = evaluate(node, None, context)
-        return (
-            Fraction(str(context.nstr(context.re(value), 45))) if abs(context.im(value)) <= abs(value) * 1e-40 else None
-        )
+        factor = _Point(Fraction(5)).value(Tree("/", (a, b)))
+        return factor if isinstance(factor, Fraction) else Fraction(float(factor)).limit_denominator(1000)
     except _NO_VALUE:
         return None
 
@@ -200,40 +208,35 @@ def variables(node: Tree) -> set[str]:
 
 
 def identical(a: Tree, b: Tree) -> bool:
-    """Whether two expressions have the same value wherever both have one."""
-    x, y = constant(a), constant(b)
-    if x is not None and y is not None:
-        return x == y
-    points = _points(a, b)
-    try:
-        return all(evaluate(a, point) == evaluate(b, point) for point in points)
-    except ZeroDivisionError:
-        return False
-    except _NO_VALUE:
-        pass
-    digits = 60 + 3 * (_size(a) + _size(b))
-    if digits > _PRECISION:
-        return False
-    context, whole = _context(2 * digits + 30), any(map(_counts, (*walk(a), *walk(b))))
-    small, agreed = context.mpf(10) ** -digits, {True: list[bool](), False: list[bool]()}
-    for point in points:
+    """Whether two expressions have the same value wherever both have one: a real one, if they have any."""
+    parts, digits = [*walk(a), *walk(b)], 60 + 3 * (_size(a) + _size(b))
+    points, whole = _points(parts), any(map(_counts, parts))
+    agreed: dict[bool, list[bool]] = {True: [], False: []}
+    for near in points:
+        point = _Point(near, 2 * min(digits, _PRECISION) + 30, whole)
         try:
-            values = [evaluate(side, point, context, whole) for side in (a, b)]
+            x, y = point.value(a), point.value(b)
+            real = same = isinstance(x, Fraction) and isinstance(y, Fraction)
+            if same:
+                same = x == y
+            elif digits > _PRECISION:
+                return False
+            else:
+                small, (x, y) = point.context.mpf(10) ** -digits, map(point.inexact, (x, y))
+                real = all(abs(point.context.im(side)) <= small * max(1, abs(side)) for side in (x, y))
+                same = max(abs(x), abs(y)) < small or abs(x - y) < max(abs(x), abs(y)) * small
         except _NO_VALUE:
             continue
-        real = all(abs(context.im(value)) <= small * max(1, abs(value)) for value in values)
-        scale = max(map(abs, values))
-        agreed[real].append(bool(scale < small or abs(values[0] - values[1]) < scale * small))
-        if real and not agreed[real][-1]:
+        if real and not same:
             return False
+        agreed[real].append(bool(same))
     judged = agreed[True] or agreed[False]
     return all(judged) and len(judged) >= min(3, len(points))
 
 
-def _points(a: Tree, b: Tree) -> list[Fraction]:
+def _points(parts: list[Tree]) -> list[Fraction]:
     """Where variables are tried: on both sides of the numbers in the formulas if absolute values or roots may turn."""
-    parts = [*walk(a), *walk(b)]
-    if not any(map(variables, (a, b))):
+    if not any(map(variables, parts)):
         return [Fraction(0)]
     if not any(part.kind in ("call", "^") and variables(part) and not _smooth(part) for part in parts):
         return [Fraction(0), Fraction(2)]
@@ -244,12 +247,7 @@ def _points(a: Tree, b: Tree) -> list[Fraction]:
 def _smooth(node: Tree) -> bool:
     if node.kind == "^":
         return (exponent := constant(node.parts[1])) is not None and exponent.denominator == 1
-    return node.parts[0] in ("sin", "cos", "tan", "exp", "sinh", "cosh", "tanh")
-
-
-def _near(name: str, point: Fraction) -> Fraction:
-    """A random number within 2 of the point."""
-    return point + Fraction(int.from_bytes(blake2b(f"{name} {point}".encode(), digest_size=7).digest()), 2**54) - 2
+    return node.parts[0] in _SMOOTH
 
 
 def _size(node: Tree) -> int:
@@ -259,18 +257,11 @@ def _size(node: Tree) -> int:
     inner = sum(_size(part) for part in node.parts if isinstance(part, Tree))
     if node.kind == "^" and (exponent := constant(node.parts[1])) is not None:
         return inner + int(min(10**6, abs(exponent) * _size(node.parts[0])))
-    return 2 * inner if node.kind in ("call", "factorial") else inner
+    return 2 * inner if node.kind == "call" else inner
 
 
 def _counts(node: Tree) -> bool:
     """Whether its variables are whole numbers: `n!`, `(-1)^n`."""
     if node.kind == "^":
         return (constant(node.parts[0]) or 0) < 0 and bool(variables(node.parts[1]))
-    return (node.kind == "factorial" or node.parts[:1] == ("binom",)) and bool(variables(node))
-
-
-@cache
-def _context(digits: int) -> MPContext:
-    context = MPContext()
-    context.dps = digits
-    return context
+    return node.parts[0] in ("factorial", "binom") and bool(variables(node))

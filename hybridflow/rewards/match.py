@@ -13,7 +13,7 @@ from typing import Any
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer, thoughts
 from hybridflow.rewards.answer_grammar import Tree, read
-from hybridflow.rewards.equivalence import number_pairs, same_number
+from hybridflow.rewards.equivalence import equivalent, number_pairs
 from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.settings import is_whole
 
@@ -147,11 +147,14 @@ class Numeric(Comparison):
         return float(answer is not None and any(self._equal(answer, node) for node in right if node))
 
     def _equal(self, answer: Tree, reference: Tree) -> bool:
+        absolute, relative = Fraction(self.absolute), Fraction(self.relative)
         pairs = number_pairs(answer, reference)
-        return any(
-            same_number(a, b) or abs(a[0] - b[0]) <= max(Fraction(self.absolute), Fraction(self.relative) * abs(b[0]))
+        close = any(
+            abs(a.number - b.number) <= max(absolute, relative * abs(b.number))
             for a, b in pairs
+            if absolute or relative
         )
+        return close or (bool(pairs) and equivalent(answer, reference))
 
 
 class Overlong:

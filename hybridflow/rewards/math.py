@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
-from hybridflow.rewards.answer_grammar import layout, read
+from hybridflow.rewards.answer_grammar import Tree, layout, read
 from hybridflow.rewards.equivalence import equivalent
 from hybridflow.rewards.formula import OutOfTime, limited
 from hybridflow.rewards.function_adapters import RowFailure
-from hybridflow.rewards.match import Comparison
-from hybridflow.settings import is_number, is_whole
+from hybridflow.rewards.match import Comparison, completion_text
+from hybridflow.settings import is_number
 
-_SLICE = 0.1  # processor seconds that a comparison may take before those that take longer; most need 0.001
+_OWN_SECONDS = 0.5  # processor seconds that every row may take; most need 0.0005
 
 
 class Math(Comparison):
@@ -31,10 +31,10 @@ class Math(Comparison):
     - Formulas, sets, intervals, matrices, equations, inequalities: exactly (see `formula`).
     - Words and choices: without regard to case, spaces, punctuation and LaTeX's `\\text`.
 
-    Comparisons are bounded by the size of their numbers: `9^{9^{9^9}}` is not worked out, and scores 0.0. One that takes
-    longer than `seconds` is a RowFailure; so are those left when the comparisons without a verdict have used up
-    `batch_seconds` (proportionally more above 128 rows). Both count processor time of this thread, so that a busy machine
-    changes no verdict. `workers` has no effect any more: comparisons need no processes.
+    Comparisons are bounded by the size of their numbers: `9^{9^{9^9}}` is not worked out, and scores 0.0. A row may
+    take half a second, or up to `seconds` until the rows that were not judged in time have used up `batch_seconds`
+    (proportionally more above 128 rows). One that takes longer is a RowFailure. This is processor time of the thread,
+    so a busy machine changes no verdict.
 
     A completion without a final answer scores 0.0; a row whose reference is missing, or neither a text nor a finite
     number, is a RowFailure. Errors: ConfigError for settings out of range.
@@ -43,62 +43,39 @@ class Math(Comparison):
     limits_itself = True
 
     def __init__(
-        self,
-        answer: str = "answer",
-        *,
-        seconds: float = 5.0,
-        batch_seconds: float = 0.8,
-        workers: int = 1,
-        unmarked: bool = False,
+        self, answer: str = "answer", *, seconds: float = 5.0, batch_seconds: float = 0.8, unmarked: bool = False
     ) -> None:
         super().__init__(answer)
         for name, value in (("seconds", seconds), ("batch_seconds", batch_seconds)):
             if not is_number(value) or not value > 0:
                 raise ConfigError(f"Math({name}={value!r}): give a number above 0.")
-        if not is_whole(workers) or workers < 1:
-            raise ConfigError(f"Math(workers={workers!r}): give a whole number of at least 1.")
-        self.seconds, self.batch_seconds, self.workers, self.unmarked = seconds, batch_seconds, workers, unmarked
+        self.seconds, self.batch_seconds, self.unmarked = seconds, batch_seconds, unmarked
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references."""
-        found = super().__call__(prompts, completions, **columns)
-        late = [row for row, score in enumerate(found) if isinstance(score, tuple)]
-        left = self.batch_seconds * max(1.0, len(found) / 128) - _SLICE * len(late)
-        for row in late:
-            allowed, pair = min(self.seconds, left), found[row]
-            found[row] = self._timed(pair[0], pair[1], allowed) if allowed > min(_SLICE, self.seconds) else pair
-            if isinstance(found[row], tuple):
-                left -= max(0.0, allowed)
-                limit = (
-                    f"{self.seconds:g} s" if allowed == self.seconds else f"the {self.batch_seconds:g} s of the batch"
-                )
-                found[row] = RowFailure(
-                    f"was not judged in time: the comparison of {pair[0]!r:.80} with {pair[1]!r:.80} took longer than "
-                    f"{limit} (Math(seconds=..., batch_seconds=...))"
+        found, left = list[Any](), self.batch_seconds * max(1.0, len(completions) / 128)
+        for completion, reference in zip(completions, columns[self.answer], strict=True):
+            allowed = min(self.seconds, max(_OWN_SECONDS, left))
+            try:
+                with limited(allowed):
+                    found.append(self._compared(completion_text(completion), reference))
+            except OutOfTime:
+                left -= allowed
+                found.append(
+                    RowFailure(
+                        f"was not judged in time: comparing its answer with {reference!r:.80} took longer than "
+                        f"{allowed:g} s (Math(seconds={self.seconds:g}, batch_seconds={self.batch_seconds:g}))"
+                    )
                 )
         return found
 
-    def score(self, completion: str, references: list[str]) -> float | RowFailure | tuple[str, list[str]]:
-        """A score, or answer and references whose comparison takes longer than a moment."""
+    def score(self, completion: str, references: list[str]) -> float | RowFailure:
+        """Errors: OutOfTime within `limited`."""
         texts = [reference_answer(text) for text in references]
         if not all(texts):
             return RowFailure(f"the reference in column {self.answer!r} is {references!r:.200}, which has no answer")
         answer = final_answer(completion, unmarked=self.unmarked)
-        return 0.0 if answer is None else self._timed(answer, texts, min(_SLICE, self.seconds))
-
-    def _timed(self, answer: str, references: list[str], seconds: float) -> float | tuple[str, list[str]]:
-        late = False
-        for reference in references:
-            try:
-                with limited(seconds):
-                    if same_answer(answer, reference):
-                        return 1.0
-            except OutOfTime:
-                late = True
-        return (answer, references) if late else 0.0
-
-    def close(self) -> None:
-        """Nothing to stop: comparisons run in this thread."""
+        return float(answer is not None and any(same_answer(answer, text) for text in texts))
 
 
 def judge(solution: str, reference: str, *, unmarked: bool = False) -> bool:
@@ -107,24 +84,23 @@ def judge(solution: str, reference: str, *, unmarked: bool = False) -> bool:
     return answer is not None and same_answer(answer, reference)
 
 
+@lru_cache(4096)
 def same_answer(answer: str, reference: str) -> bool:
     """Whether two written answers are equivalent; one that cannot be read equals only its own text."""
     a, b = read(answer), read(reference)
     if a is None or b is None:
-        return b is None and _bare(answer) == _bare(reference) != ""
+        return a is b and _bare(answer) == _bare(reference) != ""
     if equivalent(a, b):
         return True
     # letters are units only beside a unit: `5 m` is 5 \text{ m}, but not 5
-    pairs = (read(answer, letters=True), b), (a, read(reference, letters=True))
-    return any(
-        x
-        and y
-        and (x, y) != (a, b)
-        and ("quantity" in (a.kind, b.kind) or "quantity" not in (x.kind, y.kind))
-        and equivalent(x, y)
-        for x, y in pairs
-    )
+    as_units = (read(answer, letters=True), b), (a, read(reference, letters=True))
+    return any(x and y and (x, y) != (a, b) and _may_measure(x, y, {a.kind, b.kind}) for x, y in as_units)
+
+
+def _may_measure(x: Tree, y: Tree, kinds: set[str]) -> bool:
+    plain = {x.kind, y.kind} <= {"number", "quantity", "*", "/", "+"}
+    return plain and ("quantity" in kinds or "quantity" not in (x.kind, y.kind)) and equivalent(x, y)
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"[\s§]", "", layout(text)).lower()
+    return " ".join(layout(text).replace("§", "").lower().split())

@@ -29,60 +29,26 @@ CURRENCIES = {
     "Rs": "rupee",
 }
 # For each dimension: units with their factors. All other words are units of their own.
-_TABLE = {
-    "length": "m 1 meter 1 metre 1 km 1000 kilometer 1000 kilometre 1000 dm 1/10 cm 1/100 centimeter 1/100 centimetre 1/100"
-    " mm 1/1000 millimeter 1/1000 nm 1/1000000000 inch 127/5000 ft 381/1250 foot 381/1250 feet 381/1250 yd 1143/1250"
-    " yard 1143/1250 mi 201168/125 mile 201168/125",
-    "mass": "g 1 gram 1 gm 1 kg 1000 kilogram 1000 mg 1/1000 ton 1000000 tonne 1000000 lb 45359237/100000"
-    " pound 45359237/100000 oz 45359237/1600000 ounce 45359237/1600000",
-    "time": "s 1 sec 1 second 1 ms 1/1000 min 60 minute 60 h 3600 hr 3600 hour 3600 day 86400 wk 604800 week 604800",
-    "month": "month 1 mo 1 yr 12 year 12 decade 120",
-    "volume": "L 1 l 1 liter 1 litre 1 ltr 1 mL 1/1000 ml 1/1000 milliliter 1/1000 millilitre 1/1000",
-    "money": "dollar 100 usd 100 cent 1",
-    "": "of 1 the 1 a 1 an 1 in 1",
-    **dict(
-        (pair.split(":")[0], pair.split(":")[1])
-        for pair in ["degree:degree 1 deg 1", "radian:radian 1 rad 1", "rupee:rupee 1 rs 1"]
-    ),
-    **{
-        name: f"{name} 1"
-        for name in [
-            "J",
-            "N",
-            "W",
-            "Pa",
-            "V",
-            "A",
-            "K",
-            "Hz",
-            "kW",
-            "kWh",
-            "MHz",
-            "GHz",
-            "mph",
-            "kph",
-            "rpm",
-            "MB",
-            "GB",
-            "kB",
-            "nos",
-            "sqft",
-            "pc",
-            "pt",
-            "qt",
-            "gal",
-            "doz",
-            "qty",
-            "tsp",
-            "px",
-        ]
-    },
-}
-_FACTORS = {
-    name: (dimension, Fraction(factor))
-    for dimension, units in _TABLE.items()
-    for name, factor in zip(units.split()[::2], units.split()[1::2], strict=True)
-}
+_TABLE = """
+length m=1 meter=1 metre=1 km=1000 kilometer=1000 kilometre=1000 dm=1/10 cm=1/100 centimeter=1/100 centimetre=1/100
+length mm=1/1000 millimeter=1/1000 nm=1/1000000000 inch=127/5000 ft=381/1250 foot=381/1250 feet=381/1250
+length yd=1143/1250 yard=1143/1250 mi=201168/125 mile=201168/125
+mass g=1 gram=1 gm=1 kg=1000 kilogram=1000 mg=1/1000 ton=1000000 tonne=1000000
+mass lb=45359237/100000 pound=45359237/100000 oz=45359237/1600000 ounce=45359237/1600000
+time s=1 sec=1 second=1 ms=1/1000 min=60 minute=60 h=3600 hr=3600 hour=3600 day=86400 wk=604800 week=604800
+month month=1 mo=1 yr=12 year=12 decade=120
+volume L=1 l=1 liter=1 litre=1 ltr=1 mL=1/1000 ml=1/1000 milliliter=1/1000 millilitre=1/1000
+money dollar=100 usd=100 cent=1
+- of=1 the=1 a=1 an=1 in=1
+degree degree=1 deg=1
+radian radian=1 rad=1
+rupee rupee=1 rs=1
+"""
+_NAMED = "J N W Pa V A K Hz kW kWh MHz GHz mph kph rpm MB GB kB nos sqft pc pt qt gal doz qty tsp px"
+_FACTORS = {name: (name, Fraction(1)) for name in _NAMED.split()}
+for _dimension, *_units in map(str.split, _TABLE.strip().splitlines()):
+    for _name, _, _factor in (one.partition("=") for one in _units):
+        _FACTORS[_name] = (_dimension.strip("-"), Fraction(_factor))
 _FACTORS |= {name.lower(): found for name, found in _FACTORS.items() if len(name) > 1}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.rewards.answer_grammar import Tree, number, read
-from hybridflow.rewards.equivalence import number_pairs, same_number
+from hybridflow.rewards.equivalence import Value, number_pairs, same_number
 from hybridflow.rewards.math import same_answer
 
 
@@ -17,7 +17,7 @@ def value(text: str) -> Fraction | None:
     """The number that a text is."""
     tree = read(text)
     pairs = number_pairs(tree, tree) if tree else []
-    return pairs[0][0][0] if pairs else None
+    return pairs[0][0].number if pairs else None
 
 
 @given(st.decimals(-(10**6), 10**6, places=3))
@@ -53,7 +53,7 @@ def test_a_rounded_or_cut_decimal_is_the_fraction_and_its_neighbours_are_not(ove
         if abs(digits) >= 10 or near == exact:
             close = exact and abs(near / exact - 1) <= 1e-9 and places >= 6
             expected = near == exact or (rounds and exact.denominator != 1) or close
-            assert same_number((near, places), (exact, None)) == bool(expected), (near, exact)
+            assert same_number(Value(near, places), Value(exact, None)) == bool(expected), (near, exact)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,6 @@ def test_a_rounded_or_cut_decimal_is_the_fraction_and_its_neighbours_are_not(ove
         "10:30",
         "3, 5",
         "3,5",
-        "2\\sqrt{3}",
-        "3\\pi",
         "5 + x",
         "1011_2",
         "3/0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -54,14 +55,52 @@ def test_a_batch_of_rational_functions_is_right(count: int):
     assert Math()([""] * count, solutions, answer=references) == [1.0] * count
 
 
+def roots(number: int, terms: int) -> tuple[str, str]:
+    """A solution and its reference, whose comparison takes 0.05 to 0.3 s for 12 to 20 terms."""
+    found = [rf"\sqrt{{x^{power}+{number}}}" for power in range(2, 2 + terms)]
+    return f"\\boxed{{{'+'.join(found)}}}", "+".join(reversed(found))
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(128, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_rows_that_take_long_are_right_on_a_machine_that_is_busy(count: int):
+    """Three other threads take turns with the comparisons, which have a quarter of a processor."""
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            sum(range(1000))
+
+    others = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+    solutions, references = zip(*(roots(number, 12 + number % 8) for number in range(3, 3 + count)), strict=True)
+    for other in others:
+        other.start()
+    try:
+        answers = [*references[:-4], *(f"{reference}+1" for reference in references[-4:])]
+        found = Math()([""] * count, solutions, answer=answers)
+    finally:
+        done.set()
+        for other in others:
+            other.join()
+    assert found == [1.0] * (count - 4) + [0.0] * 4
+
+
 def test_a_row_that_is_not_judged_in_time_is_a_failure_that_says_so():
-    solutions, references = zip(*slow_rows(3), strict=True)
-    rows = [*solutions, "#### 18"], [*references, "18"]
-    found = Math(seconds=1e-9)([""] * 4, rows[0], answer=rows[1])
+    solutions, references = zip(*(roots(number, 12) for number in range(1003, 1006)), strict=True)
+    found = Math(seconds=1e-9)([""] * 4, [*solutions, "#### 18"], answer=[*references, "18"])
     assert [type(score) for score in found[:3]] == [RowFailure] * 3
     assert found[3] == 1.0
     assert "was not judged in time" in found[0].reason
     assert "1e-09 s" in found[0].reason
+
+
+def test_every_row_has_its_own_time_when_that_of_the_batch_is_used_up():
+    slow = "+".join(rf"\ln(x^2+{number})\arctan({number}x)" for number in range(1, 21))
+    solution, reference = roots(2003, 12)
+    found = Math(batch_seconds=0.01)(
+        [""] * 3, [f"\\boxed{{{slow}+0}}", solution, f"\\boxed{{0+{slow}}}"], answer=[slow, reference, slow]
+    )
+    assert [type(score) for score in found] == [RowFailure, float, RowFailure]
+    assert found[1] == 1.0
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "1", None])
