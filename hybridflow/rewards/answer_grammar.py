@@ -89,6 +89,7 @@ _LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\\%|(?<=\d)\s+per\s?cent\b", "%"),
         (r"\\\$", "\x03"),
         (r"\bRs\.|\bUS(?=\x03)", "Rs "),
+        (r"([$\x03€£]\s?\d[\d.,]*)k$", r"\1 thousand"),
     )
 ]
 # "$118 000", "1 080 000", "10 000", but not "2 100 gram packs": several groups, or one that no number begins with

@@ -113,6 +113,9 @@ def _same_items(a: Tree, b: Tree) -> bool:
     if Tree("name", ("empty",)) in (a, b) or brackets - {"()"} or {"set", "tuple"} <= kinds:
         return False
     if "set" in kinds or "or" in kinds:
+        names = [{solved[0] for solved in map(_solved, side) if solved} for side in (x, y)]
+        if max(map(len, names)) > 1 and names[0] != names[1]:  # `x = 0 or y = 0`
+            return False
         return all(any(equivalent(item, other) for other in right) for left, right in ((x, y), (y, x)) for item in left)
     labels = [_labels(side) for side in (x, y)]
     if len(x) != len(y):

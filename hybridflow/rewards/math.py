@@ -93,13 +93,13 @@ def same_answer(answer: str, reference: str) -> bool:
     if equivalent(a, b):
         return True
     # letters are units only beside a unit: `5 m` is 5 \text{ m}, but not 5
-    as_units = (read(answer, letters=True), b), (a, read(reference, letters=True))
-    return any(x and y and (x, y) != (a, b) and _may_measure(x, y, {a.kind, b.kind}) for x, y in as_units)
+    x, y = read(answer, letters=True), read(reference, letters=True)
+    first = x is not None and x != a and (_has_unit(b) or x.kind == "*") and equivalent(x, b)
+    return first or (y is not None and y != b and (_has_unit(a) or y.kind == "*") and equivalent(a, y))
 
 
-def _may_measure(x: Tree, y: Tree, kinds: set[str]) -> bool:
-    plain = {x.kind, y.kind} <= {"number", "quantity", "*", "/", "+"}
-    return plain and ("quantity" in kinds or "quantity" not in (x.kind, y.kind)) and equivalent(x, y)
+def _has_unit(node: Tree) -> bool:
+    return node.kind == "quantity" and node.parts[1] is not None
 
 
 def _bare(text: str) -> str:
