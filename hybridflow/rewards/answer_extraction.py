@@ -88,9 +88,8 @@ def own_words(text: str) -> str:
     calculation follows.
     """
     text = text.replace("\x0crac", "\\frac").replace("\r\n", "\n").replace("\r", "\n")
-    closed, before, opened = thoughts(text)
-    said = text[closed:opened]
-    text = _clipped(said if opened is not None or not closed or said.strip() else text[:before])
+    _, before, opened = thoughts(text)
+    text = _clipped(text[outside_thoughts(text)].strip() or ("" if opened is not None else text[: before or None]))
     for end in (_END.search(text), _NEXT_PROBLEM.search(text)):
         text = text if end is None else text[: end.end("before")]
     last = max(text.rfind("?"), text.rfind("<<"))
@@ -101,6 +100,14 @@ def own_words(text: str) -> str:
 def _clipped(text: str) -> str:
     text = text.strip()
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n{text[-_TAIL:]}"
+
+
+def outside_thoughts(text: str) -> slice:
+    """What stands behind the last closed thoughts and before open ones; before the first, if nothing is behind."""
+    closed, _, opened = thoughts(text)
+    first = THOUGHTS.search(text)
+    behind = not closed or opened is not None or text[closed:].strip()
+    return slice(closed, opened) if behind or first is None else slice(0, first.start())
 
 
 def thoughts(text: str) -> tuple[int, int, int | None]:

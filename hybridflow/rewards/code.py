@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.answer_extraction import thoughts
+from hybridflow.rewards.answer_extraction import outside_thoughts
 from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.rewards.match import completion_text
 from hybridflow.rewards.sandbox import test_source
@@ -238,9 +238,8 @@ def extract_program(response: str) -> str:
     said = text
     for block in _blocks(text):
         if block.valid:  # tags inside of a program are code
-            said = said[: block.start] + " " * (block.stop - block.start) + said[block.stop :]
-    closed, _, opened = thoughts(said)
-    blocks = list(_blocks(own := text[closed:opened]))
+            said = said[: block.start] + "." * (block.stop - block.start) + said[block.stop :]
+    blocks = list(_blocks(own := text[outside_thoughts(said)]))
     for languages in (_PYTHON, ("",)):
         if found := [block.source for block in blocks if block.language in languages]:
             return found[-1]

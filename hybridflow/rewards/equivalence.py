@@ -36,7 +36,7 @@ def equivalent(a: Tree, b: Tree) -> bool:
         return True
     kinds = {a.kind, b.kind}
     if a.kind == "or" and b.kind not in (*_SEVERAL, "relation", "union"):  # of alternatives the first counts
-        labels = [_solved(part) for part in a.parts]
+        labels = [_solved(part) if part.kind != "text" else None for part in a.parts]
         return None not in labels and len({found[0] for found in labels if found}) == 1 and equivalent(a.parts[0], b)
     if "choice" in kinds:
         x, y = _unlettered(a, b), _unlettered(b, a)

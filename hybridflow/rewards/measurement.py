@@ -44,7 +44,7 @@ degree degree=1 deg=1
 radian radian=1 rad=1
 rupee rupee=1 rs=1
 """
-_NAMED = "J N W Pa V A K Hz kW kWh MHz GHz mph kph rpm MB GB kB nos sqft pc pt qt gal doz qty tsp px"
+_NAMED = "J N W Pa V A K Hz kW kWh MHz GHz mph kph rpm MB GB kB nos sqft pc pt qt gal doz qty tsp px cup"
 _FACTORS = {name: (name, Fraction(1)) for name in _NAMED.split()}
 for _dimension, *_units in map(str.split, _TABLE.strip().splitlines()):
     for _name, _, _factor in (one.partition("=") for one in _units):

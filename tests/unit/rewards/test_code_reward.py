@@ -328,8 +328,9 @@ def test_many_fences_are_read_in_a_moment():
 def test_a_program_that_stands_only_in_thoughts_is_none(code):
     thought = f"<think>\n```python\n{RIGHT}\n```\n</think>\n"
     open_fence = f"<think>\n```python\nno\n</think>\n```python\n{RIGHT}\n```"
-    found = graded(code, [(thought, ADD), (f"{thought}I am done.", ADD), (f"{thought}{RIGHT}", ADD), (open_fence, ADD)])
-    assert [result.score for result in found] == [0.0, 0.0, 1.0, 1.0]
+    rows = [thought, f"{thought}I am done.", f"{thought}{RIGHT}", open_fence, f"```\n{RIGHT}\n```\n{thought}"]
+    found = graded(code, [(row, ADD) for row in rows])
+    assert [result.score for result in found] == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 LEETCODE = """class Solution:

@@ -167,6 +167,69 @@ def test_of_alternatives_the_first_counts(math: Math, form: str, first: str, sec
     assert math([""] * 2, [form % (first, second)] * 2, answer=[first, second]) == [1.0, 0.0]
 
 
+MARKS = [
+    ("The answer is $6 \\cdot", "6", False),
+    ("\\boxed{5", "5", False),
+    ("The answer isn't 18.", "18", False),
+    ("The answer is not 18.", "18", False),
+    ("First \\boxed{3}. Wait, no: \\boxed{4}", "4", True),
+    ("First \\boxed{3}. Wait, no: \\boxed{4}", "3", False),
+    ("\\boxed{3}<think>\\boxed{4}</think>", "3", True),
+    ("<think>\\boxed{4}</think> done", "4", False),
+    ("<think>\\boxed{4}", "4", False),
+    ("The answer is \\boxed{\\frac{1}{2}}.", "0.5", True),
+    ("$\\boxed{\\text{(B)}}$", "B", True),
+    ("Answer: 18 apples", "18", True),
+    ("**Answer:** 18", "18", True),
+    ("**Final Answer**: $18$", "18", True),
+    ("The final answer is: $\\boxed{18}$", "18", True),
+    ("#### 18\n#### 19", "19", True),
+    ("#### 18\n#### 19", "18", False),
+    ("\\boxed{3}, \\boxed{4}", "3, 4", True),
+    ("\\boxed{3} and \\boxed{4}", "3", False),
+    ("The answer is 5. The answer is 6.", "6", True),
+    ("The answer is 5. The answer is 6.", "5", False),
+    ("\\boxed{x = 5}", "5", True),
+    ("\\boxed{5 \\text{ or } 6}", "5,6", True),
+    ("<answer>18</answer>", "18", True),
+    ("<answer>18", "18", False),
+    ("<answer>\\boxed{18}</answer>", "18", True),
+    ("The answer is 18 or 17", "18", True),
+    ("The answer is 18 or 17", "17", False),
+    ("I think the answer is 5 but it could be 6. \\boxed{7}", "7", True),
+    ("\\boxed{}", "0", False),
+    ("\\boxed{5}}", "5", True),
+    ("\\boxed{{5}}", "5", True),
+    ("\\boxed 5", "5", True),
+    ("\\[ \\boxed{5} \\]", "5", True),
+    ("so $$x=5$$", "5", False),
+    ("5", "5", True),
+    ("Therefore 5", "5", False),
+    ("\\boxed{5\\n6}", "5", False),
+    ("The answer is $\\frac{3}{4}$ of a cup", "3/4", True),
+    ("The answer is less than 18.", "18", False),
+    ("The answer is 18 if x>0 and 17 otherwise", "18", False),
+    ("The answer is between 17 and 18.", "18", False),
+    ("The answer is 18 or more", "18", False),
+    ("The answer is either 17 or 18", "18", False),
+    ("The answer is 18?", "18", False),
+    ("The answer is \\boxed{5} \\boxed{6}", "5", False),
+    ("#### ", "18", False),
+    ("The answer is 18%", "18", True),
+    ("The answer is $18", "18", True),
+    ("The answer is 1/2.", "0.5", True),
+    ("The answer is 3.", "3", True),
+    ("The answer is 3.5.", "3.5", True),
+    ("Answer: B. Because", "B", True),
+    ("Answer: (B) 18", "18", True),
+]
+
+
+@pytest.mark.parametrize(("solution", "reference", "right"), MARKS)
+def test_which_answer_counts(solution: str, reference: str, right: bool):
+    assert judge(solution, reference) is right
+
+
 @pytest.mark.parametrize(
     "named",
     [
