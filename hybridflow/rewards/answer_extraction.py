@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 
 from hybridflow.data.tokenizer import THOUGHTS
-from hybridflow.rewards.answer_grammar import layout, read
+from hybridflow.rewards.answer_grammar import read
+from hybridflow.rewards.answer_layout import layout
 
 _HEAD, _TAIL = 4_000, 16_000  # characters of a longer text that are read
 # Text that repeats itself must not take long: this many occurrences of a mark are read, and characters of a line.

@@ -8,7 +8,8 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
-from hybridflow.rewards.answer_grammar import Tree, layout, read
+from hybridflow.rewards.answer_grammar import Tree, read
+from hybridflow.rewards.answer_layout import layout
 from hybridflow.rewards.equivalence import equivalent
 from hybridflow.rewards.formula import OutOfTime, limited
 from hybridflow.rewards.function_adapters import RowFailure
