@@ -57,9 +57,9 @@ _TOKEN = re.compile(
     (?P<mixed>(?P<ones>\d+)\s+(?:and\s+)?(?P<over>\d+)\s?/\s?(?P<under>\d+)(?![\d/.]))
     |(?P<based>(?P<digits>\d[\dA-F]*)_(?:(?P<b>\d)|\{{\s*§?(?P<base>\d+|two|three|eight|ten)\s*\}}))
     |(?P<number>(?=\.?\d)(?P<whole>\d+)?(?:\.(?P<part>\d*)(?=\d|(?<=\d)|\s*\\overline|\s*\\bar))?
-      (?:(?<=[\d.])\s*\\(?:overline|bar)\s*\{{?\s*(?P<cycle>\d+)\s*\}}?|(?<=\d)\s*(?P<dots>\\[lc]?dots(?![a-z])|\.\.\.))?
+      (?:(?<=[\d.])\s*\\(?:overline|bar)\s*(?:\{{\s*(?P<cycle>\d+)\s*\}}|(?P<digit>\d))|(?<=\d)\s*(?P<dots>\\[lc]?dots(?![a-z])|\.\.\.))?
       (?:(?<=\d)[eE](?P<power>[-+]?\d{{1,4}})(?![\w.]))?)
-    |(?P<matrix>\\begin\{{[bpvB]?matrix\}}|\\begin\{{array\}}\{{[^{{}}]*\}})|(?P<end>\\end\{{[a-zB]+\}})
+    |(?P<matrix>\\begin\{{[bpvB]?matrix\}}|\\begin\{{array\}}\{{[^{{}}]*\}})|(?P<end>\\end\{{(?:[bpvB]?matrix|array)\}})
     |(?P<rate>(?<=[\d\s§]){_RATE}(?![A-Za-z]))
     |(?P<name>(?:[A-Za-z](?![A-Za-z'])|\\(?:{"|".join(_NAMES)})(?![A-Za-z]))_(?:\w|\{{\s*§?[A-Za-z0-9+-]+\s*\}}))
     |(?P<word>§?(?:[^\W\d_]{{3,}}-[a-z]{{3,}}|[^\W\d_]+(?:['’][a-z]+)?))|(?P<sign>\\[A-Za-z]+|\\.|[^\w\s§]|_))""",
@@ -186,7 +186,12 @@ def _based(found: re.Match[str]) -> Tree:
 
 def _decimal(found: re.Match[str]) -> Tree:
     """`1.50`, `1e3`, `0.1\\overline{6}`, `0.666\\ldots`; digits without a cycle in front of dots are cut off."""
-    whole, part, cycle, exponent = found["whole"] or "0", found["part"] or "", found["cycle"], int(found["power"] or 0)
+    whole, part, cycle, exponent = (
+        found["whole"] or "0",
+        found["part"] or "",
+        found["cycle"] or found["digit"],
+        int(found["power"] or 0),
+    )
     if (found["part"] is None and (cycle or found["dots"])) or abs(exponent) > _EXPONENT:
         raise Unread
     if found["dots"] and (again := re.fullmatch(r"(\d*?)(\d+?)\2+", part)):
@@ -225,7 +230,7 @@ class _Parser:
         return Tree(kind, tuple(items)) if signs else items[0]
 
     def item(self) -> Tree:
-        _ = self.sign("\\approx", "=")
+        _ = self.at == 0 and self.sign("\\approx", "=")
         words = self.words(label=True)
         if words and self.token().text not in ("=", ":"):
             choice = len(words) == 1 == len(words[0])  # `\\text{A} and \\text{C}`
@@ -271,11 +276,13 @@ class _Parser:
             elif token.text in ("/", "-", "*") and ahead.kind == "word" and not token.gap:
                 words += [token.text] if token.text == "/" else []
             elif words and token.text == "^":
-                power = re.match(r"\^(\{?)(-?[123])", "".join(self.token(ahead).text for ahead in range(4)))
-                if power is None:
+                inside = self.token(1).text == "{"
+                minus = inside and self.token(2).text == "-"
+                power = self.token(1 + inside + minus).text
+                if power not in ("1", "2", "3") or (inside and self.token(3 + minus).text != "}"):
                     raise Unread
-                words.append(f"^{power[2]}")
-                self.at += len(power[2]) + 2 * len(power[1])
+                words.append(f"^{'-' * minus}{power}")
+                self.at += 1 + 2 * inside + minus
             else:
                 break
             self.at += 1
@@ -285,7 +292,7 @@ class _Parser:
 
     def sum(self) -> Tree:
         terms = [_signed(self.sign("-", "+"), self.product())]
-        while sign := self.sign("+", "-"):
+        while self.token(1).kind != "word" and (sign := self.sign("+", "-")):  # `18-inch`
             terms.append(_signed(sign, self.product()))
         return terms[0] if len(terms) == 1 else Tree("+", tuple(terms))
 
@@ -298,7 +305,8 @@ class _Parser:
             elif self.juxtaposed(argument):
                 if divided and not self.token().gap:  # `1/2x` could be read in two ways
                     raise Unread
-                found, divided = _product("", found, self.power()), False
+                sign = "" if self.token().text == "frac" else "*"
+                found, divided = _product(sign, found, self.power(), juxtaposed=True), False
             else:
                 return found
 
@@ -417,7 +425,7 @@ def _signed(sign: str, term: Tree) -> Tree:
     return Tree(term.kind, (_signed(sign, term.parts[0]),)) if term.kind in ("percent", "degree") else product(-1, term)
 
 
-def _product(sign: str, left: Tree, right: Tree) -> Tree:
+def _product(sign: str, left: Tree, right: Tree, juxtaposed: bool = False) -> Tree:
     """Also `2\\frac{1}{2}`, and `6.02 \\times 10^{23}`, a decimal whose places are those of its digits."""
     if not sign and right.kind in ("percent", "degree"):  # `14\\frac{2}{7}\\%`
         return Tree(right.kind, (_product(sign, left, right.parts[0]),))
@@ -426,6 +434,13 @@ def _product(sign: str, left: Tree, right: Tree) -> Tree:
         (value, places), (over, _), (under, _) = parts
         if not sign and right.kind == "/" and places == 0 and 0 < over < under:
             return number(value + (over / under) * (-1 if value < 0 else 1), None)
-        if sign == "*" and right.kind == "^" and over == 10 and under.denominator == 1 and abs(under) <= _EXPONENT:
+        if (
+            sign == "*"
+            and not juxtaposed
+            and right.kind == "^"
+            and over == 10
+            and under.denominator == 1
+            and abs(under) <= _EXPONENT
+        ):
             return number(value * Fraction(10) ** int(under), max(0, places - int(under)))
     return Tree(sign or "*", (left, right))

@@ -19,7 +19,8 @@ _SIGNS |= {ord(sign): f" {unicodedata.normalize('NFKC', sign).replace('⁄', '/'
 # Layout without meaning, in this order; `§` marks an upright word, `\x03` is a dollar.
 _STYLE = r"\\(?:(?:math|text)(?:bf|it|sf|tt)|boldsymbol|bm|emph|boxed|fbox)\s*\{([^{}]*)\}"
 _SIZE = r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![a-zA-Z])"
-_DEGREE = r"(?:\^\s*)?(?:\{\s*)?\\(?:circ|degree)(?![a-zA-Z])(?:\s*\})?|\^\s*\{?\s*\\(?:text|mathrm)\{o\}\s*\}?"
+_RING = r"\\(?:(?:circ|degree)(?![a-zA-Z])|(?:text|mathrm)\{o\})"
+_DEGREE = rf"\^\s*\{{\s*{_RING}\s*\}}|\^\s*{_RING}|\\(?:circ|degree)(?![a-zA-Z])"
 _LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), written)
     for pattern, written in (
@@ -34,7 +35,7 @@ _LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
             r"\\(?:text(?:rm|normal)?|mathrm|mbox|operatorname\*?)\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
             lambda found: re.sub("§?([A-Za-z]+)", r"§\1", f" {found[1]} "),
         ),
-        (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
+        (r"\\mathbb\s*(?:\{\s*R\s*\}|R)", r"\\reals "),
         (r"\\[dtc](frac|binom)(?![a-zA-Z])", r"\\\1"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\(frac|sqrt)\s*(\d)", r"\\\1{\2}"),
@@ -72,5 +73,5 @@ def layout(text: str) -> str:
         text = text.replace("$", " ") if text.count("$") % 2 == 0 else text
     if not re.search(r"[(\[]|\\\{", text):  # in brackets commas separate
         text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
-    text = re.sub(r"(?<=\d)(?:(?:st|nd|rd|th)\b|-(?=[a-z]{3}))", " ", text)
+    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", " ", text)
     return re.sub(r"(?<![\\.])[.,;:。\s]+$", "", text).strip()

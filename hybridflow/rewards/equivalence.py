@@ -66,6 +66,8 @@ def _unlettered(node: Tree, other: Tree) -> Tree | None:
     """`(B) 18` beside a choice is the letter, beside a value the value."""
     if node.kind != "choice":
         return node
+    if other.kind == "choice" and node.parts[1] and other.parts[1]:
+        return Tree("tuple", ("()", Tree("text", node.parts[:1]), node.parts[1]))
     if other.kind == "choice" or (other.kind == "name" and node.parts[1] is None):
         return Tree(other.kind.replace("choice", "text"), (node.parts[0],))
     return node.parts[1]
@@ -82,8 +84,14 @@ def _solved(node: Tree) -> tuple[Any, Tree] | None:
     if label and label.kind != "function" and variables(label) & variables(sides[-1]):
         return None
     rough = "\\approx" in signs and not any(map(variables, sides))
-    same = rough or all(equivalent(left, right) for left, right in pairwise(sides))
+    same = all((rough and _near(left, right)) or equivalent(left, right) for left, right in pairwise(sides))
     return (label, sides[0] if rough else sides[-1]) if same else None
+
+
+def _near(exact: Tree, rough: Tree) -> bool:
+    x, y = approximate(exact), constant(rough)
+    places = rough.parts[1] if rough.kind == "number" else None
+    return x is not None and y is not None and abs(x - y) < Fraction(1, 10 ** (places or 0))
 
 
 def _named(node: Tree) -> bool:
@@ -99,7 +107,8 @@ def _proportional(a: Tree, b: Tree) -> bool:
         left, right = (right, left) if sign in _TURNED else (left, right)
         differences.append(Tree("+", (left, product(-1, right))))
         signs.append(_TURNED.get(sign, sign))
-    factor = proportion(*differences) if signs[0] == signs[1] and signs[0] in _ORDER else None
+    alike = signs[0] == signs[1] and signs[0] in _ORDER and variables(differences[0])
+    factor = proportion(*differences) if alike else None
     turned = bool(factor and factor < 0 and signs[0] not in ("=", "\\ne"))
     return bool(factor) and not turned and identical(differences[0], product(factor or 0, differences[1]))
 
@@ -120,7 +129,7 @@ def _same_items(a: Tree, b: Tree) -> bool:
     labels = [_labels(side) for side in (x, y)]
     if len(x) != len(y):
         return False
-    if brackets or (None in labels and labels != [None, None]):
+    if brackets or (set() in labels and len(x) == max(map(len, labels)) > 1):
         return all(equivalent(left, (_solved(right) or (0, right))[1]) for left, right in zip(x, y))
     left = list(y)
     for item in x:
@@ -138,10 +147,9 @@ def _items(node: Tree) -> list[Tree]:
     return [item for part in parts for item in (_items(part) if part.kind == inner else [part])]
 
 
-def _labels(items: list[Tree]) -> set[Any] | None:
-    """The different labels of `x = 3, y = 4`."""
-    found = {(_solved(item) or (None,))[0] if item.kind == "relation" else None for item in items}
-    return found if len(found) == len(items) > 1 and None not in found else None
+def _labels(items: list[Tree]) -> set[Any]:
+    """The labels of `x = 3, y = 4`; one for a relation that has none."""
+    return {(_solved(item) or (item,))[0] or item for item in items if item.kind == "relation"}
 
 
 def number_pairs(answer: Tree, reference: Tree) -> list[tuple[Value, Value]]:
@@ -160,10 +168,10 @@ def _meanings(node: Tree, other: Tree) -> list[Value]:
     inner, _, percent, scale = node.parts if node.kind == "quantity" else (node, None, False, 1)
     if inner.kind in _SEVERAL or (value := approximate(inner)) is None:
         return []
-    other_percent, other_scale = other.parts[2:] if other.kind == "quantity" else (False, 1)
+    other_unit, other_percent, other_scale = other.parts[1:] if other.kind == "quantity" else (None, False, 1)
     places, exact = inner.parts[1] if inner.kind == "number" else None, constant(inner) is not None
     values = [Value(value * scale, None if places and scale != 1 else places, exact)]
-    values += [Value(value, places, exact)] if scale != 1 and other_scale == 1 else []
+    values += [Value(value, places, exact)] if scale != 1 and other_scale == 1 and not other_unit else []
     if percent and not other_percent:
         values += [Value(one / 100, None if places is None else places + 2, exact) for one, places, _ in values]
     return values

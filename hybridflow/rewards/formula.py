@@ -231,7 +231,7 @@ def identical(a: Tree, b: Tree) -> bool:
             return False
         agreed[real].append(bool(same))
     judged = agreed[True] or agreed[False]
-    return all(judged) and len(judged) >= min(3, len(points))
+    return all(judged) and len(judged) >= min(2, len(points))
 
 
 def _points(parts: list[Tree]) -> list[Fraction]:
@@ -240,8 +240,9 @@ def _points(parts: list[Tree]) -> list[Fraction]:
         return [Fraction(0)]
     if not any(part.kind in ("call", "^") and variables(part) and not _smooth(part) for part in parts):
         return [Fraction(0), Fraction(2)]
-    ends = sorted({abs(part.parts[0]) for part in parts if part.kind == "number"})[-5:]
-    return [sign * (end + step) for end in [Fraction(0), *ends] for step in (0, 3) for sign in (1, -1)]
+    ends = sorted({Fraction(0), *(abs(part.parts[0]) for part in parts if part.kind == "number")})[-6:]
+    steps = [end + step for end in ends for step in (0, 3)] + [ends[-1] + 6]
+    return list(dict.fromkeys(sign * step for step in steps for sign in (1, -1)))
 
 
 def _smooth(node: Tree) -> bool:
