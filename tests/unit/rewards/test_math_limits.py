@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -115,3 +117,12 @@ def test_of_a_very_long_text_beginning_and_end_are_read():
         assert judge(text, "18") is False
     for text in ("#### 18\n" + "(" * 10**6, "(" * 10**6 + "\n#### 18", "<think>" + "4 " * 10**6 + "</think> 18"):
         assert Math()([""], [text], answer=["18"]) == [1.0]
+
+
+def test_nothing_is_compared_by_sympy():
+    code = (
+        "import sys; from hybridflow.rewards.math import Math; texts = ['#### 18', '\\\\boxed{x+1}', '\\\\boxed{5 km}']; "
+        "print(Math()([''] * 3, texts, answer=['18', '1+x', '5000 m']), 'sympy' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == "[1.0, 1.0, 1.0] False\n"
