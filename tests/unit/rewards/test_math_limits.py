@@ -121,7 +121,7 @@ def test_of_a_very_long_text_beginning_and_end_are_read():
 
 def test_nothing_is_compared_by_sympy():
     code = (
-        "import sys; from hybridflow.rewards.math import Math; texts = ['#### 18', '\\\\boxed{x+1}', '\\\\boxed{5 km}']; "
+        "import sys; from hybridflow.rewards.math import Math; texts = ['#### 18', '\\boxed{x+1}', '\\boxed{5 km}']\n"
         "print(Math()([''] * 3, texts, answer=['18', '1+x', '5000 m']), 'sympy' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
