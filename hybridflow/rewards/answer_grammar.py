@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 from hybridflow.rewards.answer_layout import layout
 from hybridflow.rewards.measurement import CHANGING, CURRENCIES, known_unit, unit
 
-_LONGEST, _DEPTH, _EXPONENT = 1000, 30, 2000  # characters; brackets in brackets; of a decimal (`1e300`)
+_LONGEST, _SHORT, _DEPTH, _EXPONENT = 1000, 40, 30, 2000  # characters; brackets in brackets; of a decimal (`1e300`)
+_FRACTION = r"(?P<brace>\\[dt]?frac\{)?(?P<over>\d+)(?(brace)\}\{|/)(?P<under>0*[1-9]\d*)(?(brace)\})"
+_PLAIN = re.compile(rf"(?P<sign>-?)(?:(?P<whole>\d+)(?:\.(?P<part>\d+))?|{_FRACTION})", re.ASCII)
 SCALES = {"hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _CALLED = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh sqrt exp ln log max min gcd lcm frac binom"
 _FUNCTIONS = frozenset(_CALLED.split())
@@ -97,8 +99,10 @@ def product(left: Tree | int | Fraction, right: Tree) -> Tree:
 @lru_cache(4096)
 def read(text: str, letters: bool = False) -> Tree | None:
     """The tree of a whole answer; None where a character of it is left over. `letters`: `5 m` is five metres."""
-    if text.isascii() and text.isdigit() and len(text) < _LONGEST:  # by far the most frequent
-        return number(int(text))
+    if len(text) < _SHORT and (plain := _PLAIN.fullmatch(text)):  # by far the most frequent
+        value = Fraction(int(plain["over"] or plain["whole"] + (plain["part"] or "")), int(plain["under"] or 1))
+        places = len(plain["part"] or "") if plain["over"] is None else None
+        return number(value / 10 ** (places or 0) * (-1 if plain["sign"] else 1), places)
     if len(text) > _LONGEST or not (plain := layout(text)):
         return None
     if chosen := re.fullmatch(_CHOICE, plain, re.IGNORECASE | re.DOTALL):
