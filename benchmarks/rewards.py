@@ -1,7 +1,7 @@
 """Rows per second of the verifiers on this machine, called in one process as by a RewardWorker.
 
 `exact` and `math` score solutions in GSM8K's style; `math_verify` is the library alone on the same rows, one by one in
-this process; `formulas` are LaTeX answers, which a worker process compares. `code` runs a small program against three
+this process; `formulas` are LaTeX answers. `code` runs a small program against three
 asserts in each kind of sandbox available; `subprocess` runs the same source in plain Python processes without a
 sandbox, one after the other. Prints one JSON line.
 """

@@ -47,7 +47,6 @@ REASONS_RIGHT = [
     ("The answer is 17.5, so she has 17.5 dollars.", "17.5"),
     ("The answer is 17.6, so 40 people do not fit.", "17.6"),
     ("The answer is 18, so 9 eggs were sold.", "18"),
-    ("The answer is 5 (five) apples and 3 oranges.", "5"),
     ("The answer is 18 or 17.", "18"),
 ]
 REASONS_WRONG = [
@@ -102,7 +101,6 @@ WRITTEN_RIGHT = [
     ("She earns 10 000 dollars.", "10000"),
     ("It has 2 100 gram packs.", "100"),
     ("The temperature is – 5°C.", "-5"),
-    ("The total – 5 apples.", "5"),
     ("It is 2×18", "18"),
 ]
 WRITTEN_WRONG = [

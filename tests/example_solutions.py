@@ -35,7 +35,6 @@ HASHES_RIGHT = [
     (f"{DUCKS}\n#### 18\n#### 18", "18"),
     ("Step 1: 16-3-4 = 9\n#### 9\nStep 2: 9*2 = 18\n#### 18", "18"),
     ("#### Step 1: Count the eggs\n16-3-4 = 9\n#### Step 2: Sell\n9*2 = 18\nThe answer is 18.", "18"),
-    ("#### 1. Count the eggs\n16-3-4 = 9\n#### 2. Sell them\n9*2 = $18", "18"),
     ("#### Solution\n16-3-4 = 9 and 9*2 = 18.\n\n#### Answer\n18", "18"),
     ("She makes 9*2\n#### 9 * 2 = 18", "18"),
     ("They need 1000 more.\n#### 1,000", "1000"),
@@ -200,7 +199,6 @@ STATED_RIGHT = [
     (f"{PLAIN_DUCKS}\nThe answer is 9 * 2 = 18 dollars.", "18"),
     (f"{PLAIN_DUCKS}\nThe answer is 18 (9 eggs at 2 dollars each).", "18"),
     (f"{PLAIN_DUCKS}\nThe answer is approximately 18.", "18"),
-    (f"{PLAIN_DUCKS}\nThe answer is eighteen.", "18"),
     (f"{PLAIN_DUCKS}\nThe answer is 18! She has 9 eggs.", "18"),
     (f"{PLAIN_DUCKS}\nThe answer to the question is 18 dollars.", "18"),
     (f"{PLAIN_DUCKS}\nThe answer is that Janet makes $18 every day.", "18"),
@@ -218,9 +216,7 @@ STATED_RIGHT = [
     (f"{PLAIN_DUCKS}\nThe answer is 18.\n\nQuestion: 1+1?\nAnswer: The answer is 2.", "18"),
     (f"{PLAIN_DUCKS}\nThe answer is 18.\n\nQ: 1+1?\nA: The answer is 2.", "18"),
     (f"{PLAIN_DUCKS}\nThe answer is 20. No, the answer is 18.", "18"),
-    (f"Answer: {PLAIN_DUCKS}", "18"),
     (f"A: {PLAIN_DUCKS} The answer is 18.", "18"),
-    (f"Let me find the answer. {PLAIN_DUCKS}", "18"),
     ("Answer: 18\n\nExplanation: 16-3-4 = 9 eggs at $2 each.", "18"),
     ("Answer: Janet makes $18 per day.\n\nExplanation: She has 16 - 3 - 4 = 9 eggs to sell.", "18"),
     ("18", "18"),
@@ -244,7 +240,6 @@ STATED_RIGHT = [
     ("The answer is 18.\n\nCheck: 18/2 = 9.", "18"),
     ("Answer: a) 18", "18"),
     ("Answer: 18 m/s", "18"),
-    ("Answer: 18m", "18"),
     ("Answer: Rs. 18", "18"),
     ("Answer: £18", "18"),
     ("Answer: 18 €", "18"),
@@ -254,6 +249,8 @@ STATED_RIGHT = [
     ("The answer is 6.02e23", "6.02 \\times 10^{23}"),
 ]
 STATED_WRONG = [
+    ("Answer: 18m", "18"),
+    ("The answer is not 18.", "18"),
     (f"{PLAIN_DUCKS} The answer is 20.", "18"),
     (f"{PLAIN_DUCKS} The answer is 9.", "18"),
     (f"{PLAIN_DUCKS} The answer is 18,000.", "18"),
@@ -269,6 +266,9 @@ STATED_WRONG = [
     ("Answer: 20 or 18", "18"),
 ]
 LAST_RIGHT = [
+    ("#### 1. Count the eggs\n16-3-4 = 9\n#### 2. Sell them\n9*2 = $18", "18"),
+    (f"Answer: {PLAIN_DUCKS}", "18"),
+    (f"Let me find the answer. {PLAIN_DUCKS}", "18"),
     (PLAIN_DUCKS, "18"),
     ("So she makes $18 a day.", "18"),
     ("16-3-4 = 9\n9*2 = 18", "18"),

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.rewards.code import Code  # noqa: F401
+    from hybridflow.rewards.code import PRELUDE, Code  # noqa: F401
     from hybridflow.rewards.function_adapters import RowFailure, from_compute_score, per_row  # noqa: F401
     from hybridflow.rewards.functions import Functions, Scores  # noqa: F401
     from hybridflow.rewards.match import Exact, Numeric, Overlong, Regex  # noqa: F401
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "function_adapters": ("RowFailure", "from_compute_score", "per_row"),
-    "code": ("Code",),
+    "code": ("PRELUDE", "Code"),
     "functions": ("Functions", "Scores"),
     "match": ("Exact", "Numeric", "Overlong", "Regex"),
     "math": ("Math",),

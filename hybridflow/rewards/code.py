@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.answer_extraction import thoughts
+from hybridflow.rewards.answer_extraction import outside_thoughts
 from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.rewards.match import completion_text
 from hybridflow.rewards.sandbox import test_source
 from hybridflow.rewards.sandbox.run import CodeResult, Limits
 from hybridflow.rewards.sandbox.sandbox import Mechanism, Sandbox
 
-_FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-_PYTHON = ("python", "python3", "py", "py3", "")
+_FENCE = re.compile(
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>```+|~~~+)[ \t]*(?P<language>[\w+-]*)[^\n`]*\n",
+    re.MULTILINE,
+)
+_PYTHON = ("python", "python3", "py", "py3")
+_CLOSINGS = 5  # fences behind an opened one that are tried as its end
+PRELUDE = """\
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from typing import *
+from builtins import *
+import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator, random, re, statistics
+import string, sys, typing
+"""
+"""What programs in LeetCode's form expect, as in LiveCodeBench's grader: `Code(prelude=rewards.PRELUDE)`."""
 _FORMS = (
     'a list of assert statements, {"inputs": [...], "outputs": [...]} (with "fn_name" for a function), a list of '
     '{"input": ..., "output": ...}, or the source of a test module'
@@ -43,6 +69,9 @@ class Code:
     read or judge nothing, or that need objects of the program; a sandbox that does not start or is lost. `results`
     tells the reason for every response. Limits hold for each run: `seconds` for all tests of a row, or for each of its
     inputs; `limits` sets the others. `workers` programs run at the same time (default: the processors of this process).
+
+    `prelude` is source whose names programs and tests have as they have builtins (`PRELUDE`: the imports that programs
+    in LeetCode's form leave out).
 
     Tests get the names that they neither define nor import from the program, except those of builtins and of common
     libraries (`math`, `np`, `Counter`, ...): these mean what they always do, unless one is the entry point, or the only
@@ -70,6 +99,7 @@ class Code:
         limits: Limits | None = None,
         mechanism: Mechanism | None = None,
         same_process: bool = False,
+        prelude: str = "",
     ) -> None:
         if workers is not None and (type(workers) is not int or workers < 1):
             raise ConfigError(f"Code(workers={workers!r}): give a whole number of at least 1.")
@@ -78,6 +108,12 @@ class Code:
         self.workers, self.all_or_nothing = workers, all_or_nothing
         self.mechanism: Mechanism | None = mechanism
         self.same_process = same_process
+        try:
+            self.prelude, self._known = prelude, frozenset(test_source.prelude_names(prelude))
+        except Exception as error:  # the user's source
+            raise ConfigError(
+                f"Code(prelude={prelude!r:.60}) does not run: {type(error).__name__}: {error}."
+            ) from error
         Sandbox(mechanism).close()
 
     @property
@@ -123,7 +159,10 @@ class Code:
         if not rows:
             return []
         workers = min(rows, self.workers or len(os.sched_getaffinity(0)))
-        with Sandbox(self.mechanism) as sandbox, ThreadPoolExecutor(workers, "contained") as threads:
+        with (
+            Sandbox(self.mechanism, prelude=self.prelude) as sandbox,
+            ThreadPoolExecutor(workers, "contained") as threads,
+        ):
             try:
                 return list(threads.map(self._row, [sandbox] * rows, programs, *given))
             except BaseException:
@@ -134,7 +173,8 @@ class Code:
         self, sandbox: Sandbox, program: str, tests: Any, entry_point: str | None, setup: str | None
     ) -> CodeResult | RewardError:
         try:
-            read = read_tests(tests, entry_point=entry_point or "", setup=setup or "", objects=self.same_process)
+            known = {"objects": self.same_process, "prelude": self._known}
+            read = read_tests(tests, entry_point=entry_point or "", setup=setup or "", **known)
         except RewardError as error:
             return RewardError(f"could not read its tests: {error}".rstrip("."))
         try:
@@ -177,20 +217,64 @@ class Code:
         return CodeResult(passed=passed, total=len(pairs), status="failed" if reason else "ok", reason=reason)
 
 
+class _Block(NamedTuple):
+    """A fenced block of a response: where it stands, and whether its source is Python without an error of syntax."""
+
+    start: int
+    stop: int
+    language: str
+    source: str
+    valid: bool
+
+
 def extract_program(response: str) -> str:
-    """The last fenced block of Python (or of no named language) in a response; without any fence, all of it.
+    """The last fenced block of Python in a response, or the last one that names no language; without any fence, all.
 
-    A block that the response does not close reaches to its end. Without one outside of thoughts that never end: "".
+    Thoughts are left out, with the programs in them. A block ends at the first fence up to which it is
+    valid Python, which may be behind its last line of code, but not in a docstring; without one, at the first fence.
+    One that the response does not close reaches to its end. Indentation that its fence has as well is removed.
     """
-    blocks = list(_FENCE.finditer(response))
-    if not blocks:
-        return response
-    opened = thoughts(_FENCE.sub(lambda block: " " * len(block[0]), response))[2]  # tags inside of a block are code
-    own = (block for block in reversed(blocks) if opened is None or block.start() < opened)
-    return next((block[3] for block in own if block[2].lower() in _PYTHON), "")
+    text = response.replace("\r\n", "\n").replace("\r", "\n")
+    said = text
+    for block in _blocks(text):
+        if block.valid:  # tags inside of a program are code
+            said = said[: block.start] + "." * (block.stop - block.start) + said[block.stop :]
+    blocks = list(_blocks(own := text[outside_thoughts(said)]))
+    for languages in (_PYTHON, ("",)):
+        if found := [block.source for block in blocks if block.language in languages]:
+            return found[-1]
+    return "" if blocks else own
 
 
-def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False) -> dict[str, Any]:
+def _blocks(text: str) -> Iterator[_Block]:
+    end = 0
+    while opening := _FENCE.search(text, end):
+        begin, width, language = opening.end(), len(opening["indent"]), opening["language"].lower()
+        closings = re.finditer(rf"(?P<line>^[ \t]*)?{opening['fence']}[ \t]*$", text[begin:], re.MULTILINE)
+        ends = [(begin + found.start(), begin + found.end()) for found, _ in zip(closings, range(_CLOSINGS))]
+        ends.append((len(text), len(text)))
+        tried = (_Block(opening.start(), stop, language, *_source(text[begin:at], width)) for at, stop in ends)
+        python = language in (*_PYTHON, "")
+        yield (
+            block := next((block for block in tried if block.valid or not python), None)
+            or _Block(opening.start(), ends[0][1], language, *_source(text[begin : ends[0][0]], width))
+        )
+        end = block.stop
+
+
+def _source(lines: str, width: int) -> tuple[str, bool]:
+    source = re.sub(rf"^[ \t]{{1,{width}}}", "", lines, flags=re.MULTILINE) if width else lines
+    source = textwrap.dedent(source) if source[:1] in (" ", "\t") else source
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return source, False
+    return source, bool(source.strip())
+
+
+def read_tests(
+    tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False, prelude: Collection[str] = ()
+) -> dict[str, Any]:
     """Read one row's tests: {"pairs": (input, output) of whole runs}, or calls of functions as `judge.run` takes them.
 
     - a list of sources ("assert f(2) == 4", as in MBPP): each is one test; `setup` runs before them;
@@ -202,11 +286,11 @@ def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: b
     - a text: one of the above as JSON, or the source of a test module: asserts, `check(candidate)` (HumanEval), test
       functions, unittest.TestCase.
 
-    `objects`: whether the tests may use objects of the program.
+    `objects`: whether the tests may use objects of the program. `prelude`: names that the tests have.
     Errors: RewardError when it is not one of these, holds no test, or a test that cannot judge: nothing calls it, it is
     skipped, its failure is expected, its assertions cannot be reached.
     """
-    known = {"entry_point": entry_point, "objects": objects}
+    known = {"entry_point": entry_point, "objects": objects, "prelude": prelude}
     if hasattr(tests, "tolist"):
         tests = tests.tolist()
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):

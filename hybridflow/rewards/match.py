@@ -12,8 +12,9 @@ from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer, thoughts
+from hybridflow.rewards.answer_grammar import Tree, read
+from hybridflow.rewards.equivalence import equivalent, number_pairs
 from hybridflow.rewards.function_adapters import RowFailure
-from hybridflow.rewards.number import Number, parse_number, same_number
 from hybridflow.settings import is_whole
 
 
@@ -125,29 +126,35 @@ class Numeric(Comparison):
 
     Equal means `|a - b| <= max(absolute, relative * |b|)`, b being the reference; with both 0 (the default) the same
     number as `same_number` says: 18.00 is 18, 25% is 25 or 0.25. Where the number of a completion is looked for: see
-    `final_answer`. A row whose reference is no number is a RowFailure. Errors: ConfigError for a negative tolerance.
+    `final_answer`, also for `unmarked`. A row whose reference is no number is a RowFailure.
+    Errors: ConfigError for a negative tolerance.
     """
 
-    def __init__(self, answer: str = "answer", *, absolute: float = 0.0, relative: float = 0.0) -> None:
+    def __init__(
+        self, answer: str = "answer", *, absolute: float = 0.0, relative: float = 0.0, unmarked: bool = False
+    ) -> None:
         super().__init__(answer)
         for name, value in (("absolute", absolute), ("relative", relative)):
             if not isinstance(value, Real) or not 0 <= value < float("inf"):
                 raise ConfigError(f"Numeric({name}={value!r}): give a number of at least 0.")
-        self.absolute, self.relative = absolute, relative
+        self.absolute, self.relative, self.unmarked = absolute, relative, unmarked
 
     def score(self, completion: str, references: list[str]) -> float | RowFailure:
-        numbers = [parse_number(reference_answer(text)) for text in references]
-        right = [number for number in numbers if number is not None]
-        if len(right) < len(numbers):
+        right = [read(reference_answer(text)) for text in references]
+        if not all(node and number_pairs(node, node) for node in right):
             return RowFailure(f"the reference in column {self.answer!r} is {references!r}, which is no number")
-        answer = final_answer(completion, numeric=True)
-        if answer is None or answer.number is None:
-            return 0.0
-        return float(any(self._equal(answer.number, number) for number in right))
+        answer = read(final_answer(completion, unmarked=self.unmarked) or "")
+        return float(answer is not None and any(self._equal(answer, node) for node in right if node))
 
-    def _equal(self, answer: Number, reference: Number) -> bool:
-        within = max(Fraction(self.absolute), Fraction(self.relative) * abs(reference.value))
-        return same_number(answer, reference) or abs(answer.amount - reference.amount) <= within
+    def _equal(self, answer: Tree, reference: Tree) -> bool:
+        absolute, relative = Fraction(self.absolute), Fraction(self.relative)
+        pairs = number_pairs(answer, reference)
+        close = any(
+            abs(a.number - b.number) <= max(absolute, relative * abs(b.number))
+            for a, b in pairs
+            if absolute or relative
+        )
+        return close or (bool(pairs) and equivalent(answer, reference))
 
 
 class Overlong:

@@ -114,8 +114,8 @@ class StateWriter:
         while not file.path.parent.is_dir():
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"{file.path.parent} is not on {socket.gethostname()}, and the driver has made it: give a directory "
-                    f"on a file system that all machines share."
+                    f"{file.path.parent} is not on {socket.gethostname()}, and the driver has made it: give a "
+                    f"directory on a file system that all machines share."
                 )
             time.sleep(_LOOK_SECONDS)
         if self._thread is not None:

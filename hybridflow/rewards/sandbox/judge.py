@@ -66,7 +66,7 @@ def run(job: dict[str, Any], program: Remote) -> dict[str, Any]:
     "error": what the program had told in the test that failed first, as the last line of a traceback; "ended": whether
     the program did; "unreadable": why the tests can judge no program at all, else "".
     The job has `tests`: {"source"}, {"asserts": list of sources, "setup"} or {"function", "arguments", "expected"};
-    `entry_point`, a name or ""; `stop`: whether to stop at the first failure.
+    `entry_point`, a name or ""; `prelude`, a source; `stop`: whether to stop at the first failure.
     """
     verdict: dict[str, Any] = {"passed": 0, "total": 0, "reason": "", "error": "", "ended": False, "unreadable": ""}
     try:
@@ -152,7 +152,7 @@ def _units(program: Remote, job: dict[str, Any], seen: _Seen, marker: test_sourc
         return
     sources = [tests["setup"], *(tests["asserts"] if "asserts" in tests else [tests["source"]])]
     trees = [test_source.parse(source) for source in sources]
-    names = _module(program, sources, trees, entry_point, seen)
+    names = _module(program, sources, trees, job, seen)
     given = functools.partial(_candidate, program, entry_point)
     setup, *bodies = [marker.visit(tree) for tree in trees]
     for unit in _statements(setup, names):
@@ -170,10 +170,10 @@ def _units(program: Remote, job: dict[str, Any], seen: _Seen, marker: test_sourc
 
 
 def _module(
-    program: Remote, sources: list[str], trees: list[ast.Module], entry_point: str, seen: _Seen
+    program: Remote, sources: list[str], trees: list[ast.Module], job: dict[str, Any], seen: _Seen
 ) -> dict[str, Any]:
     """The tests' namespace, with what they need from the program."""
-    wanted = test_source.Names(sources, trees, entry_point)
+    wanted = test_source.Names(sources, trees, job["entry_point"], test_source.prelude_names(job["prelude"]))
     if wanted.doubt:
         raise _UnreadableError(f"which of {', '.join(wanted.doubt)} is tested? Name it in the column of entry points")
     found = program.names([*wanted.program, *([wanted.tested] if wanted.tested else [])])

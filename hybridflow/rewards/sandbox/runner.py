@@ -10,6 +10,7 @@ reports when it has ended:
 from __future__ import annotations
 
 import atexit
+import builtins
 import gc
 import json
 import linecache
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 from hybridflow.processes.fork_server import die_with_parent, serve
 from hybridflow.rewards.sandbox import containment, judge
 from hybridflow.rewards.sandbox.program import NAME, Remote, ValueChannel, decode, encode, take_objects
+from hybridflow.rewards.sandbox.test_source import prelude_names
 
 CHANNEL = (3, 4)
 FILE = "main.py"  # what tracebacks call the program
@@ -187,15 +189,14 @@ def _run(job: dict[str, Any], directory: str) -> NoReturn:
     if job["kind"] == "judge":
         _end(lambda: os.write(verdict, json.dumps(_judge(job)).encode()))
     if job["kind"] == "serve":
-        _end(lambda: _serve(job["program"], ValueChannel(*CHANNEL)))
-    _end(lambda: _load(job["program"], "__main__"))
+        _end(lambda: _serve(job, ValueChannel(*CHANNEL)))
+    _end(lambda: _load(job, "__main__"))
 
 
 def _judge(job: dict[str, Any]) -> dict[str, Any]:
-    beside = job.get("program")
-    if beside is None:
+    if "program" not in job:
         return judge.run(job, Remote(ValueChannel(*CHANNEL)))
-    return judge.run(job, Local(lambda: vars(_load(beside, NAME))))
+    return judge.run(job, Local(lambda: vars(_load(job, NAME))))
 
 
 class Local(Remote):
@@ -234,21 +235,23 @@ def last_function(names: Mapping[str, Any]) -> str:
     return own[-1] if own else ""
 
 
-def _load(source: str, name: str) -> types.ModuleType:
+def _load(job: dict[str, Any], name: str) -> types.ModuleType:
+    """Run the program, which has the names of the prelude as it has builtins: it does not define them."""
+    source, names = job["program"], prelude_names(job["prelude"])
     module = types.ModuleType(name)
     sys.modules[name] = module
     linecache.cache[FILE] = (len(source), None, source.splitlines(True), FILE)  # for tracebacks
-    module.__dict__.update(__file__=FILE, __builtins__=__builtins__)
+    module.__dict__.update(__file__=FILE, __builtins__={**vars(builtins), **names} if names else __builtins__)
     exec(compile(source, FILE, "exec"), module.__dict__)
     return module
 
 
-def _serve(source: str, channel: ValueChannel) -> None:
+def _serve(job: dict[str, Any], channel: ValueChannel) -> None:
     """Load the program, and call its functions as the tests ask until they are through."""
     names, failure = {}, None
     take_objects(lambda name: find(names, name))
     try:
-        names = vars(_load(source, NAME))
+        names = vars(_load(job, NAME))
     except Exception as error:  # the program's, told to the tests when they ask for its names
         failure = error
     while (request := channel.receive()) is not None:

@@ -48,7 +48,7 @@ class Sandbox:
     Errors: ConfigError where it does not work.
     """
 
-    def __init__(self, mechanism: Mechanism | None = None) -> None:
+    def __init__(self, mechanism: Mechanism | None = None, *, prelude: str = "") -> None:
         if mechanism is not None and mechanism not in get_args(Mechanism):
             raise ConfigError(f"Sandbox(mechanism={mechanism!r}).{nearest(str(mechanism), get_args(Mechanism))}")
         tried: dict[str, str] = {}
@@ -67,11 +67,12 @@ class Sandbox:
         if not mechanism and len(tried) > 1:
             _say_fallback(tried["bubblewrap"])
         self.mechanism: Mechanism = name
+        self.prelude = prelude
         self._start()
 
     def run(self, program: str, *, stdin: str = "", limits: Limits | None = None) -> Result:
         """Run a Python program to its end or to its limit."""
-        script = {"kind": "script", "program": program}
+        script = {"kind": "script", "program": program, "prelude": self.prelude}
         with Execution(self._launch, script, limits or Limits(), stdin=stdin) as running:
             return running.result()
 
@@ -90,7 +91,8 @@ class Sandbox:
         The program lives in a process of its own: the tests call it, and see plain values. With `same_process` it
         shares the tests' process instead, where it can reach what decides.
         """
-        job = {"kind": "judge", "tests": dict(tests), "entry_point": entry_point, "stop": stop}
+        common = {"entry_point": entry_point, "stop": stop, "prelude": self.prelude}
+        job = {"kind": "judge", "tests": dict(tests), **common}
         if same_process:
             with Execution(self._launch, {**job, "program": program}, limits) as both:
                 return judgement(both, both)
@@ -98,7 +100,7 @@ class Sandbox:
         with ExitStack() as stack:
             there, back = os.pipe(), os.pipe()
             try:
-                served = {"kind": "serve", "program": program}
+                served = {"kind": "serve", "program": program, "prelude": self.prelude}
                 solving = stack.enter_context(Execution(self._launch, served, limits, channel=(there[0], back[1])))
                 judging = stack.enter_context(Execution(self._launch, job, patient, channel=(back[0], there[1])))
             finally:
@@ -166,7 +168,7 @@ def unavailable(mechanism: Mechanism) -> str:
     if mechanism == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     sandbox = Sandbox.__new__(Sandbox)
-    sandbox.mechanism = mechanism
+    sandbox.mechanism, sandbox.prelude = mechanism, ""
     try:
         sandbox._start()
         with sandbox:

@@ -15,7 +15,7 @@ import symtable
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 FILE = "tests.py"
@@ -76,10 +76,11 @@ def _calls_a_runner(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr | ast.Raise) and any(ast.unparse(call.func) in _RUNNERS for call in calls)
 
 
-def problem(sources: Sequence[str], *, entry_point: str, objects: bool) -> str:
+def problem(sources: Sequence[str], *, entry_point: str, objects: bool, prelude: Iterable[str] = ()) -> str:
     """Why tests cannot judge any program, "" where they may: parts of them cannot run, or they check nothing.
 
     `entry_point`: the function that they test, "" if unknown. `objects`: whether they may use objects of the program.
+    `prelude`: names that the tests have besides their own.
     """
     trees = [parse(source) for source in sources]
     words = Counter(word for tree in trees for word in _words(tree))
@@ -96,7 +97,7 @@ def problem(sources: Sequence[str], *, entry_point: str, objects: bool) -> str:
                 run = words[node.name] or (id(node) in collected and _is_collected(node, node in tree.body))
                 if not run and any(map(_is_check, ast.walk(node))):
                     return f"nothing calls {node.name}, which checks something (arguments of tests are not filled in)"
-    if not objects and (name := _class_of_the_program(sources, trees, entry_point)):
+    if not objects and (name := _class_of_the_program(sources, trees, {entry_point, *prelude}, entry_point)):
         return f"they make objects of the program's class {name}, which only Code(same_process=True) judges"
     for tree in trees:
         if dead := set(marker.visit(tree) and marker.lines) - _reachable(compile(tree, FILE, "exec")):
@@ -117,11 +118,13 @@ def _reachable(code: types.CodeType) -> set[str]:
     return found
 
 
-def _class_of_the_program(sources: Sequence[str], trees: Sequence[ast.Module], entry_point: str) -> str:
+def _class_of_the_program(
+    sources: Sequence[str], trees: Sequence[ast.Module], others: set[str], entry_point: str
+) -> str:
     """A class that tests take from the program, by its name, beside the function that they test; "" for none."""
     used, bound = _used_and_bound(sources)
     called = {node.id for tree in trees for node in _callees(tree)} & (used - bound)
-    theirs = {name for name in called if name not in _HOMES and not hasattr(builtins, name)} - {entry_point}
+    theirs = {name for name in called if name not in _HOMES and not hasattr(builtins, name)} - others
     likely = sorted(name for name in theirs if re.fullmatch("[A-Z][A-Za-z0-9]*", name))
     return likely[0] if likely and (entry_point or len(theirs) > 1) else ""
 
@@ -247,12 +250,15 @@ def calls(trees: Iterable[ast.Module], name: str) -> bool:
 class Names:
     """Where the tests take the names from that they do not define: `program`, `library` (name -> value).
 
-    Of builtins and of libraries that data sets do not import, the tests get their own, whatever the program defines.
-    One of them is the program's only where it is the `entry_point`, or the one name that tests without an entry point
-    can be about; it is `tested` then, and known to the tests as `ALIAS` + name. `doubt`: names that could be it.
+    Of builtins, the `prelude`, and libraries that data sets do not import, the tests get their own, whatever the
+    program defines. One of them is the program's only where it is the `entry_point`, or the one name that tests without
+    an entry point can be about; it is `tested` then, and known to the tests as `ALIAS` + name. `doubt`: names that
+    could be it.
     """
 
-    def __init__(self, sources: Sequence[str], trees: Sequence[ast.Module], entry_point: str) -> None:
+    def __init__(
+        self, sources: Sequence[str], trees: Sequence[ast.Module], entry_point: str, prelude: Mapping[str, Any]
+    ) -> None:
         used, bound = _used_and_bound(sources)
         nodes = [node for tree in trees for node in ast.walk(tree)]
         called = {node.id for tree in trees for node in _callees(tree)}
@@ -263,6 +269,7 @@ class Names:
         free = {name for name in used - bound if not name.startswith("__")}
         found = {name: _of_a_library(name, attributes.get(name, set()), name in called) for name in sorted(free)}
         self.library = {name: value for name, value in found.items() if value is not None}
+        self.library |= {name: prelude[name] for name in free & prelude.keys()}
         known = {name for name in free if hasattr(builtins, name)} | set(self.library)
         self.program = sorted(name for name in free - known if not _ASSERTING.match(name))
         self.tested, self.doubt = "", []
@@ -317,6 +324,13 @@ def _of_a_library(name: str, attributes: set[str], called: bool) -> Any:
             if (callable(value) or not called) and all(hasattr(value, attribute) for attribute in attributes):
                 return value
     return None
+
+
+def prelude_names(source: str) -> dict[str, Any]:
+    """What a prelude defines and imports, for the tests and for programs, by name."""
+    names: dict[str, Any] = {}
+    exec(compile(source, "prelude.py", "exec"), names)
+    return {name: value for name, value in names.items() if not name.startswith("__")}
 
 
 class Aliased(ast.NodeTransformer):

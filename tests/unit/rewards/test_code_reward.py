@@ -6,12 +6,13 @@ import json
 import os
 import pickle
 import signal
+import time
 
 import numpy as np
 import pytest
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards import Code, Functions, RowFailure
+from hybridflow.rewards import PRELUDE, Code, Functions, RowFailure
 from hybridflow.rewards.code import extract_program, read_tests, same_output
 from hybridflow.rewards.sandbox.run import Limits
 from hybridflow.rewards.sandbox.sandbox import Sandbox, unavailable
@@ -287,12 +288,82 @@ def test_tests_that_end_or_hang_by_themselves_do_not_pass():
 
 def test_the_program_of_a_response():
     assert extract_program("x = 1") == "x = 1"
-    assert extract_program("a\n```py\nx = 1\n```\nb\n```\nx = 2\n```\n```json\n{}\n```") == "x = 2\n"
+    assert extract_program("a\n```\nx = 1\n```\nb\n```\nx = 2\n```\n```json\n{}\n```") == "x = 2\n"
     assert extract_program("```python\nx = 1\n```\n~~~Python3\nx = 3\n~~~") == "x = 3\n"
     assert extract_program("cut off:\n```python\nx = 1\ny =") == "x = 1\ny ="
     assert extract_program("1. so\n   ```python\n   ```\n").strip() == ""
     assert extract_program("```bash\nls\n```") == ""
     assert extract_program("use `x`") == "use `x`"
+
+
+QUOTING = 'def f():\n    """Call it:\n    ```\n    f()\n    ```\n    """\n    return "```"\n'
+FENCES = {
+    "output behind it in a plain fence": ("```python\nx = 1\n```\nIt prints\n```\n5\n```", "x = 1\n"),
+    "a plain fence before it": ("```\ny = 2\n```\n```python\nx = 1\n```", "x = 1\n"),
+    "CRLF": ("So:\r\n```python\r\nx = 1\r\ny = 2\r\n```\r\n", "x = 1\ny = 2\n"),
+    "indented in a list": ("1. so\n   ```python\n   if x:\n       y = 1\n   ```\n2. done", "if x:\n    y = 1\n"),
+    "behind the mark of a list": ("- ```python\n  if x:\n      y = 1\n  ```", "if x:\n    y = 1\n"),
+    "indented more than its fence": ("```python\n    if x:\n        y = 1\n```", "if x:\n    y = 1\n"),
+    "less indented in a text": ('  ```python\n  x = """a\nb"""\n  ```', 'x = """a\nb"""\n'),
+    "closed on its last line": ("```python\nx = 1\nprint(x)```\nIt prints 1.", "x = 1\nprint(x)"),
+    "fences in a docstring": (f"```python\n{QUOTING}```\nDone.", QUOTING),
+    "fences in a docstring, not closed": (f"```python\n{QUOTING}", QUOTING),
+    "not Python": ("```python\nx = = 1\n```\nor so\n```\n5\n```", "x = = 1\n"),
+    "two programs": ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "x = 2\n"),
+}
+
+
+@pytest.mark.parametrize("name", FENCES)
+def test_fences_of_all_kinds(name):
+    assert extract_program(FENCES[name][0]) == FENCES[name][1]
+
+
+def test_many_fences_are_read_in_a_moment():
+    began = time.thread_time()
+    for text in ("```python\nx = = 1\n```\n" * 3000, "```python\n" * 9000, "```\n" * 16_000, "x ```\n" * 16_000):
+        assert isinstance(extract_program(text), str)
+    assert time.thread_time() - began < 20.0
+
+
+def test_a_program_that_stands_only_in_thoughts_is_none(code):
+    thought = f"<think>\n```python\n{RIGHT}\n```\n</think>\n"
+    open_fence = f"<think>\n```python\nno\n</think>\n```python\n{RIGHT}\n```"
+    rows = [thought, f"{thought}I am done.", f"{thought}{RIGHT}", open_fence, f"```\n{RIGHT}\n```\n{thought}"]
+    found = graded(code, [(row, ADD) for row in rows])
+    assert [result.score for result in found] == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+LEETCODE = """class Solution:
+    def kth(self, rows: List[int], k: int) -> int:
+        heap = [(-x, x) for x in rows]
+        heapify(heap)
+        return sum(heappop(heap)[1] for _ in range(k)) + math.floor(0.5) + inf - inf if k > 9 else heappop(heap)[1]
+"""
+
+
+def test_programs_and_tests_have_the_names_of_the_prelude(code):
+    functional = [{"input": "[3, 9, 4]\n1", "output": "9", "testtype": "functional"}]
+    rows = [
+        (LEETCODE, functional, "kth"),
+        ("from __future__ import annotations\ndef f(x): return gcd(x, 6)", ["assert f(4) == gcd(4, 6)"]),
+        ("print(gcd(*map(int, input().split())))", {"inputs": ["4 6"], "outputs": ["2"]}),
+        ("def f(x): return x", ["assert f(bisect_left(ROWS, 3)) == 1"], "", "ROWS = nsmallest(2, [4, 3, 1, 5])"),
+        ("def merge(a, b): return sorted(a + b)", ["assert merge([1, 3], [2]) == [1, 2, 3]"]),
+        # what a program does not define, the prelude does not define for it
+        ("def f(x): return x", ["assert gcd(4, 6) == 2"]),
+        ("def f(x): return x", ["assert list(merge([1, 3], [2])) == [1, 2, 3]"], "merge"),
+    ]
+    plain = graded(code, rows)
+    assert [result.score for result in plain[:4]] == [0.0] * 4
+    helped = graded(Code(limits=LIMITS, mechanism=code.mechanism, prelude=PRELUDE), rows)
+    assert [result.score for result in helped] == [1.0] * 5 + [0.0] * 2, [result.reason for result in helped]
+    shared = Code(limits=LIMITS, mechanism=code.mechanism, prelude=PRELUDE, same_process=True)
+    assert [result.score for result in graded(shared, rows)] == [1.0] * 5 + [0.0] * 2
+
+
+def test_a_prelude_that_does_not_run_is_refused():
+    with pytest.raises(ConfigError, match="ModuleNotFoundError"):
+        Code(prelude="import no_such_module")
 
 
 @pytest.mark.parametrize("tag", ["think", "Reasoning"])

@@ -60,7 +60,8 @@ def test_regex_compares_the_last_match_with_the_reference():
 
 
 def test_numeric_compares_values():
-    completions = ["It is 18.", "It is $18.00", "So 9*2 = 18", "It is 18.01", "It is 19", "none"]
+    said = ["18.", "$18.00", "9*2 = 18", "18.01", "19", "none"]
+    completions = [f"The answer is {answer}" for answer in said]
     assert scores(Numeric(), completions, [18] * 6) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert scores(Numeric(absolute=0.01), completions, ["18"] * 6) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     assert scores(Numeric(relative=0.1), completions, ["18"] * 6) == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
@@ -104,3 +105,12 @@ def test_they_are_called_as_verifiers_and_survive_pickling(verifier: Any):
     reward = FunctionReward(pickle.loads(pickle.dumps(verifier)))
     assert reward.reads == ("answer",)
     assert reward(["", ""], ["1", "2"], {"answer": ["1", "1"], "more": [0, 0]})[0] == 1.0
+
+
+def test_a_tolerance_holds_for_percent_and_irrational_references():
+    completions, references = (
+        ["#### 25.1%", "#### 0.3", "\\boxed{3.14}", "\\boxed{3.2}"],
+        ["0.25", "0.25", "\\pi", "\\pi"],
+    )
+    assert scores(Numeric(absolute=0.01), completions, references) == [1.0, 0.0, 1.0, 0.0]
+    assert scores(Numeric(), ["\\boxed{2\\pi}", "\\boxed{6.28}"], ["\\pi\\cdot 2"] * 2) == [1.0, 0.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -20,32 +19,67 @@ from hybridflow.errors import ConfigError
 from hybridflow.rewards import RowFailure
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
 from hybridflow.rewards.match import Exact, Numeric
-from hybridflow.rewards.math import Math, judge
-from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
+from hybridflow.rewards.math import Math, judge, same_answer
 from tests import example_endings as endings
 from tests import example_solutions as cases
 from tests.called_rewards import CalledReward as FunctionReward
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared/data/gsm8k"
 RIGHT = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT, *cases.LAST_RIGHT, *endings.RIGHT]
+MARKED = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT]
 WRONG = [*cases.HASHES_WRONG, *cases.BOXED_WRONG, *cases.STATED_WRONG, *cases.LAST_WRONG, *endings.WRONG]
 
 
 @pytest.fixture(scope="module")
-def math() -> Iterator[Math]:
-    verifier = Math()
-    yield verifier
-    verifier.close()
+def math() -> Math:
+    return Math()
 
 
 @pytest.mark.parametrize(("solution", "reference"), RIGHT, ids=lambda text: repr(text)[-40:])
-def test_right_numbers_are_right_without_a_child(solution: str, reference: str):
-    assert judge(solution, reference_answer(reference)) is True
+def test_right_numbers_are_right(solution: str, reference: str):
+    assert judge(solution, reference_answer(reference), unmarked=True)
+
+
+@pytest.mark.parametrize(("solution", "reference"), MARKED, ids=lambda text: repr(text)[-40:])
+def test_right_marked_numbers_are_right(solution: str, reference: str):
+    assert judge(solution, reference_answer(reference))
 
 
 @pytest.mark.parametrize(("solution", "reference"), WRONG, ids=lambda text: repr(text)[-40:])
 def test_wrong_numbers_are_wrong(math: Math, solution: str, reference: str):
     assert math([""], [solution], answer=[reference]) == [0.0]
+    assert not judge(solution, reference_answer(reference), unmarked=True)
+
+
+@pytest.mark.parametrize(
+    "solution", ["It is 18.", "So 9*2 = 18", "9*2\n18", "The answer isn't 18.", "abc18", "\\boxed{18"]
+)
+def test_only_marked_answers_count(solution: str):
+    assert not judge(solution, "18")
+
+
+@pytest.mark.parametrize("solution", ["18", "$18", " 18 dollars\n", "<think>17?</think> 18"])
+def test_a_response_that_is_an_answer_counts(solution: str):
+    assert judge(solution, "18")
+
+
+@pytest.mark.parametrize(
+    ("solution", "score"),
+    [
+        ("\\boxed{17}. No: \\boxed{18}", 1.0),
+        ("#### 17\nNo: \\boxed{18}", 1.0),
+        ("\\boxed{17}\nSo the answer is 18.", 1.0),
+        ("\\boxed{18}\nSo the answer is 17.", 0.0),
+        ("<answer>18</answer>", 1.0),
+        ("<answer>18", 0.0),
+        ("\\boxed{18", 0.0),
+        ("\\boxed{18}, or \\boxed{17", 1.0),
+        ("The answer is $6 \\cdot", 0.0),
+        ("The answer is $18", 1.0),
+    ],
+)
+def test_the_last_mark_that_is_closed_counts(math: Math, solution: str, score: float):
+    assert math([""], [solution], answer=["18"]) == [score]
 
 
 FORMULAS = [
@@ -90,7 +124,6 @@ FORMULAS = [
     ("The answer is $x^2+1$.", "x^2 + 1", 1.0),
     ("Therefore, the answer is \\(\\frac{x}{2}\\).", "x/2", 1.0),
     ("<answer>$x/2$</answer>", "\\frac{x}{2}", 1.0),
-    ("We find $f(x) = x$. So finally\n$$x^2+1$$", "1+x^2", 1.0),
     ("\\boxed{\\text{Monday}}", "Monday", 1.0),
     ("The answer is monday.", "Monday", 1.0),
     ("\\boxed{\\text{seat}}", "\\text{east}", 0.0),
@@ -134,6 +167,69 @@ def test_of_alternatives_the_first_counts(math: Math, form: str, first: str, sec
     assert math([""] * 2, [form % (first, second)] * 2, answer=[first, second]) == [1.0, 0.0]
 
 
+MARKS = [
+    ("The answer is $6 \\cdot", "6", False),
+    ("\\boxed{5", "5", False),
+    ("The answer isn't 18.", "18", False),
+    ("The answer is not 18.", "18", False),
+    ("First \\boxed{3}. Wait, no: \\boxed{4}", "4", True),
+    ("First \\boxed{3}. Wait, no: \\boxed{4}", "3", False),
+    ("\\boxed{3}<think>\\boxed{4}</think>", "3", True),
+    ("<think>\\boxed{4}</think> done", "4", False),
+    ("<think>\\boxed{4}", "4", False),
+    ("The answer is \\boxed{\\frac{1}{2}}.", "0.5", True),
+    ("$\\boxed{\\text{(B)}}$", "B", True),
+    ("Answer: 18 apples", "18", True),
+    ("**Answer:** 18", "18", True),
+    ("**Final Answer**: $18$", "18", True),
+    ("The final answer is: $\\boxed{18}$", "18", True),
+    ("#### 18\n#### 19", "19", True),
+    ("#### 18\n#### 19", "18", False),
+    ("\\boxed{3}, \\boxed{4}", "3, 4", True),
+    ("\\boxed{3} and \\boxed{4}", "3", False),
+    ("The answer is 5. The answer is 6.", "6", True),
+    ("The answer is 5. The answer is 6.", "5", False),
+    ("\\boxed{x = 5}", "5", True),
+    ("\\boxed{5 \\text{ or } 6}", "5,6", True),
+    ("<answer>18</answer>", "18", True),
+    ("<answer>18", "18", False),
+    ("<answer>\\boxed{18}</answer>", "18", True),
+    ("The answer is 18 or 17", "18", True),
+    ("The answer is 18 or 17", "17", False),
+    ("I think the answer is 5 but it could be 6. \\boxed{7}", "7", True),
+    ("\\boxed{}", "0", False),
+    ("\\boxed{5}}", "5", True),
+    ("\\boxed{{5}}", "5", True),
+    ("\\boxed 5", "5", True),
+    ("\\[ \\boxed{5} \\]", "5", True),
+    ("so $$x=5$$", "5", False),
+    ("5", "5", True),
+    ("Therefore 5", "5", False),
+    ("\\boxed{5\\n6}", "5", False),
+    ("The answer is $\\frac{3}{4}$ of a cup", "3/4", True),
+    ("The answer is less than 18.", "18", False),
+    ("The answer is 18 if x>0 and 17 otherwise", "18", False),
+    ("The answer is between 17 and 18.", "18", False),
+    ("The answer is 18 or more", "18", False),
+    ("The answer is either 17 or 18", "18", False),
+    ("The answer is 18?", "18", False),
+    ("The answer is \\boxed{5} \\boxed{6}", "5", False),
+    ("#### ", "18", False),
+    ("The answer is 18%", "18", True),
+    ("The answer is $18", "18", True),
+    ("The answer is 1/2.", "0.5", True),
+    ("The answer is 3.", "3", True),
+    ("The answer is 3.5.", "3.5", True),
+    ("Answer: B. Because", "B", True),
+    ("Answer: (B) 18", "18", True),
+]
+
+
+@pytest.mark.parametrize(("solution", "reference", "right"), MARKS)
+def test_which_answer_counts(solution: str, reference: str, right: bool):
+    assert judge(solution, reference) is right
+
+
 @pytest.mark.parametrize(
     "named",
     [
@@ -170,7 +266,11 @@ def test_lists_are_answers_where_lists_are_asked_for_and_repetitions_are_none(ma
             ("<T><answer>4</answer>", 0.0),
         ),
         *(("<T>2+2=4", 0.0), ("<T>5</T> So <T> \\boxed{4}", 0.0), ("\\boxed{4} <T> or \\boxed{5}?", 1.0)),
-        *(("<T>5</T> It is 4. <T> or 5?", 1.0), ("<T>5</T> \\boxed{4}", 1.0), ("\\boxed{5}</T> The answer is 4.", 1.0)),
+        *(
+            ("<T>5</T> The answer is 4. <T> or 5?", 1.0),
+            ("<T>5</T> \\boxed{4}", 1.0),
+            ("\\boxed{5}</T> The answer is 4.", 1.0),
+        ),
         *(("\\boxed{4}</T> The answer is 5.", 0.0), ("<T>a<T>\\boxed{5}</T> 4", 1.0), ("<T>The answer is 4.</T>", 1.0)),
     ],
 )
@@ -180,13 +280,9 @@ def test_thoughts_are_no_answers(solution: str, score: float, tag: str):
     assert Numeric()([""], [text], answer=[4]) == [score]
 
 
-def test_what_hangs_sympy_is_a_wrong_answer_and_the_rows_beside_it_are_judged():
-    verifier = Math(seconds=1.0)
-    try:
-        solutions = ["\\boxed{x+1}", "\\boxed{9^{9^{9^{9^{9}}}} + x}", "\\boxed{1+x}"]
-        assert verifier([""] * 3, solutions, answer=["1+x"] * 3) == [1.0, 0.0, 1.0]
-    finally:
-        verifier.close()
+def test_what_is_too_large_is_a_wrong_answer_and_the_rows_beside_it_are_judged():
+    solutions = ["\\boxed{x+1}", "\\boxed{9^{9^{9^{9^{9}}}} + x}", "\\boxed{1+x}"]
+    assert Math(seconds=1.0)([""] * 3, solutions, answer=["1+x"] * 3) == [1.0, 0.0, 1.0]
 
 
 def test_references_may_be_numbers_solutions_or_several(math: Math):
@@ -229,7 +325,7 @@ def test_it_survives_pickling():
     assert copy([""], ["#### 18"], solution=["18"]) == [1.0]
 
 
-@pytest.mark.parametrize("settings", [{"answer": ""}, {"answer": 3}, {"seconds": 0}, {"workers": 0}])
+@pytest.mark.parametrize("settings", [{"answer": ""}, {"answer": 3}, {"seconds": 0}, {"batch_seconds": 0}])
 def test_wrong_settings_are_refused(settings: dict):
     with pytest.raises(ConfigError):
         Math(**settings)
@@ -252,7 +348,7 @@ def test_gsm8k_references_are_right_and_changed_ones_wrong(math: Math):
     assert math([""] * 1319, rows, answer=[reference_answer(row) for row in rows]) == [1.0] * 1319
     assert sum(math([""] * 1319, run_on, answer=rows)) >= 1312
     assert math([""] * 1319, changed, answer=rows) == [0.0] * 1319
-    assert [final_answer(text, numeric=True) for text in cut_short] == [None] * len(cut_short)
+    assert [final_answer(text) for text in cut_short] == [None] * len(cut_short)
 
 
 def _changed(number: str, row: int) -> str:
@@ -310,12 +406,11 @@ def _styles(written: str) -> list[str]:
 def test_integers_are_read_in_every_style(value: int, style: int, form: str):
     styles = _styles(form.format(value))
     text = styles[style % len(styles)]
-    number = parse_number(text)
-    assert number == Number(Fraction(value), number.places if number else 0, text.rstrip(" .").endswith("%")), text
+    assert same_answer(text, str(value)), text
+    assert not same_answer(text, str(value + 1)), text
     for sentence in (f"#### {text}", f"So\n#### {text}\n", f"\\boxed{{{text}}}", f"The answer is {text}"):
-        answer = final_answer(sentence, numeric=True)
-        assert answer is not None, sentence
-        assert answer.number == number, sentence
+        assert judge(sentence, str(value)), sentence
+        assert not judge(sentence, str(value + 1)), sentence
 
 
 @settings(max_examples=300)
@@ -361,8 +456,8 @@ def test_integers_are_read_in_every_style(value: int, style: int, form: str):
 )
 def test_any_text_has_an_answer_or_none(text: str):
     for reference in ("18", "x^2", "(A)"):
-        assert judge(text, reference) in (True, False) or isinstance(judge(text, reference), tuple)
-    assert all(0 <= written.start < written.end <= len(plain(text)) for written in find_numbers(plain(text)))
+        assert judge(text, reference) in (True, False)
+        assert judge(text, reference, unmarked=True) in (True, False)
 
 
 @pytest.mark.parametrize(

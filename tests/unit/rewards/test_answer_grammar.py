@@ -1,4 +1,4 @@
-"""Written numbers: which texts are one, which value they have, and which are the same."""
+"""What answers are read as: numbers in every style, what is not a number, units, and which numbers are the same."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.rewards.number import Number, find_numbers, parse_number, same_number
+from hybridflow.rewards.answer_grammar import Tree, number, read
+from hybridflow.rewards.equivalence import Value, number_pairs, same_number
+from hybridflow.rewards.math import same_answer
+
+
+def value(text: str) -> Fraction | None:
+    """The number that a text is."""
+    tree = read(text)
+    pairs = number_pairs(tree, tree) if tree else []
+    return pairs[0][0].number if pairs else None
 
 
 @given(st.decimals(-(10**6), 10**6, places=3))
-def test_decimals_are_read_exactly(value):
-    for text in (f"{value}", f"{value:,}", f"${value}", f"{value} miles", f"{value}\\%", f"{value:e}"):
-        number = parse_number(text)
-        assert number == Number(Fraction(value), number.places if number else 0, text.endswith("%")), text
+def test_decimals_are_read_exactly(written):
+    for text in (f"{written}", f"{written:,}", f"${written}", f"{written} miles", f"{written}\\%", f"{written:e}"):
+        assert value(text) == Fraction(written), text
 
 
 @given(st.integers(-999, 999), st.integers(1, 999))
 def test_fractions_are_read_exactly(over: int, under: int):
-    value = Fraction(over, under)
     texts = [
         f"{over}/{under}",
         f"\\frac{{{over}}}{{{under}}}",
         f"$\\dfrac{{{over}}}{{{under}}}$ cups",
         f"{over} / {under}",
     ]
-    for text in texts:
-        assert parse_number(text) == Number(value, None), text
-    whole = f"{under} 1/7", f"{under}\\frac{{1}}{{7}}"
-    assert [parse_number(text) for text in whole] == [Number(under + Fraction(1, 7), None)] * 2
+    assert [value(text) for text in texts] == [Fraction(over, under)] * 4
+    assert [value(text) for text in (f"{under} 1/7", f"{under}\\frac{{1}}{{7}}")] == [under + Fraction(1, 7)] * 2
 
 
 @given(st.integers(0, 10**12), st.integers(-(10**12), 10**12))
-def test_different_numbers_differ(value: int, other: int):
-    same = same_number(Number(Fraction(value)), Number(Fraction(other)))
-    assert same == (value == other)
+def test_different_numbers_differ(a: int, b: int):
+    assert same_answer(str(a), str(b)) == (a == b)
 
 
 @given(st.integers(-9999, 9999), st.sampled_from([3, 7, 9, 11, 13]), st.integers(2, 8))
 def test_a_rounded_or_cut_decimal_is_the_fraction_and_its_neighbours_are_not(over: int, under: int, places: int):
-    value, step = Fraction(over, under), 10**places
-    cut = int(value * step)
+    exact, step = Fraction(over, under), 10**places
+    cut = int(exact * step)
     for digits in range(cut - 2, cut + 3):
         near = Fraction(digits, step)
-        rounds = abs(near - value) <= Fraction(1, 2 * step) or digits == cut
-        if abs(digits) >= 10 or near == value:
-            expected = (
-                near == value
-                or (rounds and value.denominator != 1)
-                or (value and abs(near / value - 1) <= 1e-9 and places >= 6)
-            )
-            assert same_number(Number(near, places), Number(value, None)) == bool(expected), (near, value)
+        rounds = abs(near - exact) <= Fraction(1, 2 * step) or digits == cut
+        if abs(digits) >= 10 or near == exact:
+            close = exact and abs(near / exact - 1) <= 1e-9 and places >= 6
+            expected = near == exact or (rounds and exact.denominator != 1) or close
+            assert same_number(Value(near, places), Value(exact, None)) == bool(expected), (near, exact)
 
 
 @pytest.mark.parametrize(
@@ -63,29 +64,19 @@ def test_a_rounded_or_cut_decimal_is_the_fraction_and_its_neighbours_are_not(ove
         "2x",
         "2xy",
         "2 x",
-        "3-4",
-        "3–4",
         "10:30",
         "3, 5",
         "3,5",
-        "2\\sqrt{3}",
-        "3\\pi",
         "5 + x",
-        "2^{10}",
         "1011_2",
-        "5/10/20",
         "3/0",
         "18 and 20",
-        "5 or 6",
-        "16-3-4",
-        "x=5",
         "3i",
         "(1,2)",
         "18 20",
         "1.2.3",
-        "18!",
         "1e99999",
-        "9" * 400,
+        "9" * 1001,
         "18 remainder 2",
         "5 squared",
         "three quarters",
@@ -93,12 +84,12 @@ def test_a_rounded_or_cut_decimal_is_the_fraction_and_its_neighbours_are_not(ove
         "12,34,567",
     ],
 )
-def test_what_is_no_number(text: str):
-    assert parse_number(text) is None
+def test_what_is_not_a_number(text: str):
+    assert value(text) is None
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("text", "expected"),
     [
         ("1.5 million", 1_500_000),
         ("$70k", 70_000),
@@ -117,15 +108,13 @@ def test_what_is_no_number(text: str):
         (".5", 0.5),
     ],
 )
-def test_what_is_a_number(text: str, value: float):
-    number = parse_number(text)
-    assert number is not None
-    assert number.amount == Fraction(value)
+def test_what_is_a_number(text: str, expected: float):
+    assert same_answer(text, str(expected))
 
 
 UNITS = [
     *("kgs", "cms", "pcs", "lbs", "mins", "hrs", "secs", "kms", "mls", "gms", "yrs", "wks", "pts", "nos", "doz", "qty"),
-    *("sqft", "mph", "kWh", "km/h", "m/s", "°C", "kg", "cm", "mL", "MB", "GHz", "kW", "hr", "yr", "sec", "min", "gm"),
+    *("sqft", "mph", "kWh", "km/h", "m/s", "kg", "cm", "mL", "MB", "GHz", "kW", "hr", "yr", "sec", "min", "gm"),
     *("oz", "gal", "tsp", "rpm", "Hz", "USD", "pc", "days", "ft", "lb"),
 ]
 
@@ -138,16 +127,30 @@ def test_units_behind_a_number_are_left_out(unit: str):
         f"156{unit}.",
         f"$156{unit}$",
         f"156\\text{{ {unit}}}",
-        f"156{unit.upper()}",
+        f"156{unit if '/' in unit else unit.upper()}",
     ):
-        assert parse_number(text) == Number(Fraction(156)), text
-    assert [written.number.value for written in find_numbers(f"It has 156{unit} of 2x.")] == [156]
+        assert same_answer(text, "156"), text
 
 
-def test_letters_of_an_expression_are_no_units():
-    for text in ("2x", "3pi", "5sqrt(2)", "2ab", "2ac", "2abc", "3i", "2n", "2xy", "5sin", "5sec x", "2y", "2v", "3e"):
-        assert parse_number(text) is None, text
-    assert parse_number("2k") == Number(Fraction(2), scale=1000)
+def test_a_tree_accounts_for_every_character():
+    assert read("2x") == Tree("*", (number(2), Tree("name", ("x",))))
+    assert read("0.50") == number(Fraction(1, 2), 2)
+    assert read("x_{12}") == Tree("name", ("x_12",))
+    for text in (
+        "2x)",
+        "2x@",
+        "2x^",
+        "(2x",
+        "2x \\foo",
+        "2x 3",
+        "2x =",
+        "= ",
+        "\\frac{2}",
+        "2..3",
+        "\\sqrt",
+        "x" * 1001,
+    ):
+        assert read(text) is None, text
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,4 @@ def test_letters_of_an_expression_are_no_units():
     ],
 )
 def test_same_number(answer: str, reference: str, same: bool):
-    first, second = parse_number(answer), parse_number(reference)
-    assert first is not None
-    assert second is not None
-    assert same_number(first, second) == same
+    assert same_answer(answer, reference) == same

@@ -1,0 +1,278 @@
+"""Equivalence of answers: numbers, formulas, quantities, sets, lists, equations and inequalities. Pure."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from hybridflow.rewards.answer_grammar import Tree, product
+from hybridflow.rewards.formula import approximate, constant, identical, proportion, variables
+from hybridflow.rewards.measurement import conversion
+
+_TURNED = {"\\gt": "\\lt", "\\ge": "\\le"}
+_ORDER: dict[str, Callable[[Any, Any], bool]] = {
+    **dict(zip(("\\lt", "\\le", "\\gt"), (operator.lt, operator.le, operator.gt))),
+    **dict(zip(("\\ge", "\\ne", "="), (operator.ge, operator.ne, operator.eq))),
+}
+_SEVERAL = ("list", "or", "set", "tuple")
+_INFINITY = Fraction(10**400)
+
+
+class Value(NamedTuple):
+    """A real number; its `places` after the point (None: not a decimal); whether it is exact."""
+
+    number: Fraction
+    places: int | None
+    exact: bool = True
+
+
+def equivalent(a: Tree, b: Tree) -> bool:
+    """Whether answer and reference are the same. Errors: OutOfTime within `limited`."""
+    if a == b:
+        return True
+    kinds = {a.kind, b.kind}
+    if a.kind == "or" and b.kind not in (*_SEVERAL, "relation", "union"):  # of alternatives the first counts
+        labels = [_solved(part) if part.kind != "text" else None for part in a.parts]
+        return None not in labels and len({found[0] for found in labels if found}) == 1 and equivalent(a.parts[0], b)
+    if "choice" in kinds:
+        x, y = _unlettered(a, b), _unlettered(b, a)
+        return x is not None and y is not None and equivalent(x, y)
+    if not kinds <= {"tuple", "set", "number", "quantity"} and (x := _region(a)) and (y := _region(b)):
+        return _same_region(x, y)
+    labelled = any(part.kind == "relation" for node in (a, b) if node.kind in ("list", "or") for part in node.parts)
+    if "relation" in kinds and not labelled:
+        x, y = _solved(a), _solved(b)
+        if x and y and (None in (x[0], y[0]) or x[0] == y[0]):
+            return equivalent(x[1], y[1])
+        return a.kind == b.kind and len(a.parts) == len(b.parts) == 3 and _proportional(a, b)
+    if kinds & {*_SEVERAL}:
+        return _same_items(a, b)
+    if len(kinds) == 1 and a.kind in ("matrix", "row"):
+        return len(a.parts) == len(b.parts) and all(map(equivalent, a.parts, b.parts))
+    if any(same_number(x, y) for x, y in number_pairs(a, b)):
+        return True
+    factor = conversion(*(node.parts[1] if node.kind == "quantity" else None for node in (a, b)))
+    if factor is None or any(node.kind == "quantity" and node.parts[2:] != (False, 1) for node in (a, b)):
+        return False
+    x, y = (node.parts[0] if node.kind == "quantity" else node for node in (a, b))
+    return identical(product(factor, x), y)
+
+
+def _unlettered(node: Tree, other: Tree) -> Tree | None:
+    """`(B) 18` beside a choice is the letter, beside a value the value."""
+    if node.kind != "choice":
+        return node
+    if other.kind == "choice" and node.parts[1] and other.parts[1]:
+        return Tree("tuple", ("()", Tree("text", node.parts[:1]), node.parts[1]))
+    if other.kind == "choice" or (other.kind == "name" and node.parts[1] is None):
+        return Tree(other.kind.replace("choice", "text"), (node.parts[0],))
+    return node.parts[1]
+
+
+def _solved(node: Tree) -> tuple[Any, Tree] | None:
+    """Label and value of `x = 18`, `f(x) = 2x`, `9 \\cdot 2 = 18`, `x = 100/3 \\approx 33.33`; None of others."""
+    if node.kind != "relation":
+        return None, node
+    sides, signs = list(node.parts[::2]), node.parts[1::2]
+    if any(sign not in ("=", "\\approx", ":") for sign in signs) or (":" in signs and sides[0].kind != "text"):
+        return None
+    label = sides.pop(0) if sides[0].kind in ("text", "name", "function") or _named(sides[0]) else None
+    if label and label.kind != "function" and variables(label) & variables(sides[-1]):
+        return None
+    rough = "\\approx" in signs and not any(map(variables, sides))
+    same = all((rough and _near(left, right)) or equivalent(left, right) for left, right in pairwise(sides))
+    return (label, sides[0] if rough else sides[-1]) if same else None
+
+
+def _near(exact: Tree, rough: Tree) -> bool:
+    x, y = approximate(exact), constant(rough)
+    places = rough.parts[1] if rough.kind == "number" else None
+    return x is not None and y is not None and abs(x - y) < Fraction(1, 10 ** (places or 0))
+
+
+def _named(node: Tree) -> bool:
+    """`AB`, `\\cos\\theta`: something that an answer may be the value of."""
+    letters = node.kind == "*" and all(part.kind == "name" or _named(part) for part in node.parts)
+    return bool(variables(node)) and (letters or (node.kind == "call" and node.parts[1].kind == "name"))
+
+
+def _proportional(a: Tree, b: Tree) -> bool:
+    """Whether the differences of both sides are: `y = 2x + 3` and `2x - y + 3 = 0`, `-x < 3` and `x > -3`."""
+    differences, signs = list[Tree](), list[Any]()
+    for left, sign, right in (a.parts, b.parts):
+        left, right = (right, left) if sign in _TURNED else (left, right)
+        differences.append(Tree("+", (left, product(-1, right))))
+        signs.append(_TURNED.get(sign, sign))
+    alike = signs[0] == signs[1] and signs[0] in _ORDER and variables(differences[0])
+    factor = proportion(*differences) if alike else None
+    turned = bool(factor and factor < 0 and signs[0] not in ("=", "\\ne"))
+    return bool(factor) and not turned and identical(differences[0], product(factor or 0, differences[1]))
+
+
+def _same_items(a: Tree, b: Tree) -> bool:
+    """Sets by their elements, tuples in order, lists in any order; `x = 3, y = 4` by label, beside `3, 4` in order."""
+    kinds, brackets = {a.kind, b.kind}, {node.parts[0] for node in (a, b) if node.kind == "tuple"}
+    x, y = _items(a), _items(b)
+    if kinds == {"tuple"}:
+        return len(brackets) == 1 and len(x) == len(y) and all(map(equivalent, x, y))
+    if Tree("name", ("empty",)) in (a, b) or brackets - {"()"} or {"set", "tuple"} <= kinds:
+        return False
+    if "set" in kinds or "or" in kinds:
+        names = [{solved[0] for solved in map(_solved, side) if solved} for side in (x, y)]
+        if max(map(len, names)) > 1 and names[0] != names[1]:  # `x = 0 or y = 0`
+            return False
+        return all(any(equivalent(item, other) for other in right) for left, right in ((x, y), (y, x)) for item in left)
+    labels = [_labels(side) for side in (x, y)]
+    if len(x) != len(y):
+        return False
+    if brackets or (set() in labels and len(x) == max(map(len, labels)) > 1):
+        return all(equivalent(left, (_solved(right) or (0, right))[1]) for left, right in zip(x, y))
+    left = list(y)
+    for item in x:
+        at = next((at for at, other in enumerate(left) if equivalent(item, other)), None)
+        if at is None:
+            return False
+        del left[at]
+    return True
+
+
+def _items(node: Tree) -> list[Tree]:
+    """Also of a list in a set: `\\{1 and 2\\}`."""
+    parts = node.parts[node.kind == "tuple" :] if node.kind in _SEVERAL else (node,)
+    inner = "list" if node.kind != "tuple" else ""
+    return [item for part in parts for item in (_items(part) if part.kind == inner else [part])]
+
+
+def _labels(items: list[Tree]) -> set[Any]:
+    """The labels of `x = 3, y = 4`; one for a relation that has none."""
+    return {(_solved(item) or (item,))[0] or item for item in items if item.kind == "relation"}
+
+
+def number_pairs(answer: Tree, reference: Tree) -> list[tuple[Value, Value]]:
+    """The values that an answer and a reference may have, in the same unit; none where one of them is not a number."""
+    sides = list[Tree]()
+    for node in (answer, reference):
+        node = node.parts[1] if node.kind == "choice" and node.parts[1] else node
+        sides.append((_solved(node) or (0, node))[1])
+    factor = conversion(*(node.parts[1] if node.kind == "quantity" else None for node in sides))
+    pairs = [(x, y) for x in _meanings(*sides) for y in _meanings(*reversed(sides))]
+    return [(x._replace(number=x.number * factor), y) for x, y in pairs] if factor is not None else []
+
+
+def _meanings(node: Tree, other: Tree) -> list[Value]:
+    """A number: without its percent sign or scale too where the other one has none."""
+    inner, _, percent, scale = node.parts if node.kind == "quantity" else (node, None, False, 1)
+    if inner.kind in _SEVERAL or (value := approximate(inner)) is None:
+        return []
+    other_unit, other_percent, other_scale = other.parts[1:] if other.kind == "quantity" else (None, False, 1)
+    places, exact = inner.parts[1] if inner.kind == "number" else None, constant(inner) is not None
+    values = [Value(value * scale, None if places and scale != 1 else places, exact)]
+    values += [Value(value, places, exact)] if scale != 1 and other_scale == 1 and not other_unit else []
+    if percent and not other_percent:
+        values += [Value(one / 100, None if places is None else places + 2, exact) for one, places, _ in values]
+    return values
+
+
+def same_number(a: Value, b: Value) -> bool:
+    """True for the same value.
+
+    - Exact: `18.00` is 18 and `0.75` is 3/4; what only looks close is another number.
+    - A decimal with at least two places and two significant digits equals the fraction, or the decimal with two or
+      more further places, that it rounds or cuts off: `0.33` is 1/3 and 0.3333; one with six significant digits also
+      an irrational number.
+    - 1e-9 relative where a decimal has six places or more (floating point noise).
+    """
+    if a.exact and b.exact:
+        noise = max(a.places or 0, b.places or 0) >= 6 and abs(a.number - b.number) <= abs(b.number) / 10**9
+        if a.number == b.number or noise:
+            return True
+    return _shortened(a, b) or _shortened(b, a)
+
+
+def _shortened(short: Value, full: Value) -> bool:
+    """True when `short` is `full` rounded (halves away from 0) or cut off to its places."""
+    if not short.places or abs(short.number) * 10**short.places < (10 if full.exact else 10**5):
+        return False
+    if full.exact:
+        repeats = 10**300 % full.number.denominator != 0
+        if short.places < 2 or not (repeats if full.places is None else full.places >= short.places + 2):
+            return False
+    digits = abs(full.number) * 10**short.places
+    wanted = short.number * 10**short.places * (-1 if full.number < 0 else 1)
+    return wanted in (math.floor(digits + Fraction(1, 2)), math.floor(digits))
+
+
+class _Region(NamedTuple):
+    """A set of real numbers, and the variable that is in it: `holds` changes at `ends` only."""
+
+    name: str | None
+    ends: frozenset[Fraction]
+    holds: Callable[[Fraction], bool]
+
+
+def _region(node: Tree) -> _Region | None:
+    """Intervals, sets, unions, `\\{x : x > 3\\}`, `-1 < x \\le 2`, `x \\in (0, 1)`; None for anything else."""
+    kind, parts = node
+    if kind == "name" and parts[0] in ("reals", "empty"):
+        return _Region(None, frozenset(), lambda _: parts[0] == "reals")
+    if kind == "such":
+        found = _region(parts[1])
+        named = parts[0].parts[0] if parts[0].parts[1:] == ("\\in", Tree("name", ("reals",))) else parts[0]
+        return found if found and named == Tree("name", (found.name,)) else None
+    if kind in ("union", "setminus", "or", "either"):
+        found = [region for region in map(_region, parts) if region]
+        if len(found) < len(parts) or len({region.name for region in found}) > 1:
+            return None
+        ends = frozenset[Fraction]().union(*(region.ends for region in found))
+        if kind == "setminus":
+            return _Region(None, ends, lambda x: found[0].holds(x) and not found[1].holds(x))
+        return _Region(found[0].name, ends, lambda x: any(region.holds(x) for region in found))
+    if kind in ("set", "tuple"):
+        ends = [_end(part) for part in _items(node)]
+        known = [end for end in ends if end is not None]
+        if len(known) < len(ends) or (kind == "tuple" and (len(ends) != 2 or known[0] >= known[1])):
+            return None
+        if kind == "set":
+            return _Region(None, frozenset(known), lambda x: x in known)
+        low, high = (operator.lt if bracket in "()" else operator.le for bracket in parts[0])
+        return _Region(None, frozenset(known), lambda x: low(known[0], x) and high(x, known[1]))
+    return _solutions(node) if kind == "relation" else None
+
+
+def _solutions(node: Tree) -> _Region | None:
+    sides, signs = node.parts[::2], node.parts[1::2]
+    named = [at for at, side in enumerate(sides) if side.kind == "name" and variables(side)]
+    if len(named) != 1:
+        return None
+    name, ends = sides[named[0]].parts[0], [None if at in named else _end(side) for at, side in enumerate(sides)]
+    if signs == ("\\in",) and named == [0]:
+        inner = _region(sides[1])
+        return inner._replace(name=name) if inner else None
+    known = frozenset(end for end in ends if end is not None)
+    if ends.count(None) > 1 or any(sign not in _ORDER for sign in signs):
+        return None
+
+    def holds(x: Fraction) -> bool:
+        values = [x if end is None else end for end in ends]
+        return all(_ORDER[sign](left, right) for left, sign, right in zip(values, signs, values[1:]))
+
+    return _Region(name, known, holds)
+
+
+def _end(node: Tree) -> Fraction | None:
+    infinite = {Tree("name", ("infty",)): _INFINITY, product(-1, Tree("name", ("infty",))): -_INFINITY}
+    return infinite[node] if node in infinite else approximate(node)
+
+
+def _same_region(a: _Region, b: _Region) -> bool:
+    """Whether they have the same numbers: at every end, and between each two."""
+    if a.name and b.name and a.name != b.name:
+        return False
+    ends = sorted({end for end in a.ends | b.ends if abs(end) != _INFINITY})
+    ends = [*ends, *((low + high) / 2 for low, high in pairwise(ends))]
+    ends += [min(ends, default=Fraction(0)) - 1, max(ends, default=Fraction(0)) + 1]
+    return all(a.holds(x) == b.holds(x) for x in ends)
