@@ -87,7 +87,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     hf.init(devices=own_cluster, peer_timeout=float(options.get("peers", 4 * deadline)), collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     elastic = "elastic" in options
-    pool = hf.ResourcePool([3] if elastic else devices)
+    pool = hf.ResourcePool([3] if elastic else devices, nodes=options["at"].split("+") if "at" in options else ())
     own = pool[:1] if elastic else pool
     streams, apart = "stream" in options or elastic, "rollout" in options
     generate = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=40 if streams else 6, seed=5, ignore_eos=streams))

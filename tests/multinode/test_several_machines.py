@@ -119,7 +119,8 @@ def test_a_lost_machine_is_replaced_by_a_spare_one(runs, one_machine, how):
 @pytest.mark.parametrize("how", ["killed", "link down"])
 def test_a_lost_machine_that_only_generates_costs_no_training(runs, how):
     """There is no checkpoint to go back to: the iteration that was under way is done again."""
-    options = {"layout": "d2", "devices": "2", "record": 1, "retry": 1, "every": 100, "rollout": 1}
+    options = {"layout": "d2", "devices": "2", "at": "node1", "record": 1, "retry": 1, "every": 100}
+    options |= {"rollout": 1}
     run = runs.disturbed(f"rollout {how}", 5, how, **options)
     lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
     assert lines == [1, 2, 3, 4, 5]
