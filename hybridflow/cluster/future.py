@@ -380,7 +380,7 @@ def lost_peer(calls: Iterable[IssuedCall | None]) -> WorkerError | None:
     above = list(found.values())
     known = _incidents(above).lost
     while above and known:
-        new = [(key, call) for key, call in above.pop().inputs.items() if key not in found]
+        new = [(key, call) for key, call in list(above.pop().inputs.items()) if key not in found]
         found.update(new)
         above += [call for _, call in new]
     statuses = [status for call in found.values() for status in call.statuses if status.sent_ref is not None]

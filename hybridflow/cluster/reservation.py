@@ -34,11 +34,10 @@ def reserve(
     Errors: PlacementError when it cannot be placed."""
     asked = f"ResourcePool({list(per_node)}{f', nodes={list(nodes)}' if nodes else ''})"
     asked += f" asks for {sum(per_node)} devices ({kind}s)"
-    end, said, logical = time.monotonic() + wait, False, local and kind == "CPU"
+    end, said = time.monotonic() + wait, False
     while True:
         try:
-            selectors = _selectors(kind, per_node, nodes, asked, local, logical)
-            break
+            return _placed(kind, per_node, nodes, asked, local, min(_PLACE_SECONDS, limit))
         except PlacementError as error:
             if time.monotonic() >= end:
                 raise
@@ -46,11 +45,17 @@ def reserve(
                 logger.warning("%s Waiting for them for up to %g s.", error, wait)
             said = True
             time.sleep(1.0)
-    bundles, strategy = [{kind: float(count)} for count in per_node], "STRICT_SPREAD"
-    if logical or len(per_node) == 1:
-        strategy = "PACK"
+
+
+def _placed(
+    kind: str, per_node: Sequence[int], nodes: Sequence[str], asked: str, local: bool, limit: float
+) -> PlacementGroup:
+    """Errors: PlacementError when it cannot be placed now."""
+    logical = local and kind == "CPU"
+    selectors = _selectors(kind, per_node, nodes, asked, local, logical)
+    bundles = [{kind: float(count)} for count in per_node]
+    strategy = "PACK" if logical or len(per_node) == 1 else "STRICT_SPREAD"
     placement = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
-    limit = min(_PLACE_SECONDS, limit)
     try:
         there = placement.wait(timeout_seconds=min(NOTICE_SECONDS, limit))
         if not there and limit > NOTICE_SECONDS:
@@ -68,8 +73,7 @@ def reserve(
 def _selectors(
     kind: str, per_node: Sequence[int], nodes: Sequence[str], asked: str, local: bool, logical: bool
 ) -> list[dict[str, str]]:
-    """Ray's labels of each bundle's machine. Errors: PlacementError for devices that are not
-    there."""
+    """Ray's labels of each bundle's machine. Errors: PlacementError for devices that are not there."""
     wanted, machines = sum(per_node), [node for node in ray.nodes() if node["Alive"]]
     silent = [] if local else _silent(machines)
     machines = [node for node in machines if node not in silent]
@@ -85,13 +89,17 @@ def _selectors(
     if not logical and (len(there) < len(per_node) or any(has < asks for has, asks in largest)):
         raise PlacementError(f"{asked} on {len(per_node)} nodes, the cluster's nodes have {there}.")
     without = {_ID: f"!in({','.join(node['NodeID'] for node in silent)})"} if silent else {}
-    if nodes:
-        return [without | _label(node, machines, asked) for node in nodes]
-    return [without] * len(per_node)
+    if not nodes:
+        return [without] * len(per_node)
+    labels = [_label(node, count, kind, machines, asked) for node, count in zip(nodes, per_node, strict=True)]
+    ids = [label[_ID] for label in labels if _ID in label]
+    if len(set(ids)) < len(ids):
+        raise PlacementError(f"{asked}: two of its names are one machine's.")
+    return [without | label for label in labels]
 
 
-def _label(name: str, machines: Sequence[Mapping[str, Any]], asked: str) -> dict[str, str]:
-    """Of the machine with this host name or address, or of those with the label `key=value`."""
+def _label(name: str, count: int, kind: str, machines: Sequence[Mapping[str, Any]], asked: str) -> dict[str, str]:
+    """Of the machine with this host name or address, or of those with the label `key=value`, for `count` devices."""
     key, equals, value = name.partition("=")
     if equals:
         found = [node for node in machines if node.get("Labels", {}).get(key) == value]
@@ -99,8 +107,10 @@ def _label(name: str, machines: Sequence[Mapping[str, Any]], asked: str) -> dict
         found = [node for node in machines if name in (node["NodeManagerHostname"], node["NodeManagerAddress"])]
     if not found or (len(found) > 1 and not equals):
         known = ", ".join(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in machines)
-        count = f"{len(found)} machines are" if found else "no machine is"
-        raise PlacementError(f"{asked}: {count} {name!r}. The cluster has {known}.")
+        many = f"{len(found)} machines are" if found else "no machine is"
+        raise PlacementError(f"{asked}: {many} {name!r}. The cluster has {known}.")
+    if (most := max(int(node["Resources"].get(kind, 0)) for node in found)) < count:
+        raise PlacementError(f"{asked}, of these {count} on {name!r}, which has {most}.")
     return {key: value} if equals else {_ID: found[0]["NodeID"]}
 
 

@@ -62,27 +62,40 @@ class _SharedGloo(c10d.ProcessGroupGloo):
         options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  the stubs lack these names
         options._devices, options._timeout = _gloo_devices(), timeout
         options._threads = 2 * len(options._devices)
-        before = set(_descriptors())
+        before = _sockets()
         super().__init__(store, rank, size, options)
         if gloo_address != _LOOPBACK:
-            for descriptor in set(_descriptors()) - before:
+            for descriptor in _sockets() - before:
                 _end_with_machine(descriptor)
 
 
-def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")] if os.path.isdir("/proc/self/fd") else []
+def _sockets() -> set[tuple[int, str]]:
+    """The descriptors of this process's sockets, each with its inode: a number alone may be used again."""
+    found = set()
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with suppress(OSError):  # the listing's own
+            if (target := os.readlink(f"{_DESCRIPTORS}/{name}")).startswith("socket:"):
+                found.add((int(name), target))
+    return found
 
 
-def _end_with_machine(descriptor: int) -> None:
-    """Have a connection fail soon after its other machine vanished: a collective would wait for its deadline."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it may be a file
+def _end_with_machine(found: tuple[int, str]) -> None:
+    """Have a connection fail 30 s after its other machine vanished: a collective would wait for its deadline. A stopped
+    process answers by its kernel, unless it leaves more data unread than its buffers hold."""
+    try:
+        connection = socket.socket(fileno=found[0])
+    except OSError:  # closed meanwhile
+        return
+    with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _GONE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.detach()  # gloo's own
 
 
+_DESCRIPTORS = "/proc/self/fd"
 _LOOPBACK = "127.0.0.1"
-_GONE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}  # 9 s without an answer
+_GONE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}  # milliseconds
 gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
 

@@ -25,11 +25,18 @@ def check_replicas(context: RankContext, layout: Layout, storage: Mapping[str, T
     """
     members = context.grid.group(context.rank, "d")
 
+    mine = dict[Box, int]()
+
+    def add() -> None:
+        if len(members) > 1:
+            mine.update(checksums(layout, storage, context.rank))
+
     def compare() -> None:
         if len(members) > 1:
             group = context.groups.new("replicas", members, "gloo")
-            _raise_differing(context.role, members, gather(checksums(layout, storage, context.rank), group))
+            _raise_differing(context.role, members, gather(mine, group))
 
+    agree(context, add)  # before its peers wait for a rank that could not
     agree(context, compare)
 
 

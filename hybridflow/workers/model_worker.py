@@ -396,8 +396,9 @@ class ModelWorker(Worker):
         """Compare the weights of data parallel ranks, as every checkpoint of a trained group does.
 
         Errors: ReplicaError that names the tensor and the rank (`engines.replicas`)."""
-        with self.resident():
-            check_replicas(self.context, self.engine.layout(), self.engine.storage())
+        if self.has_tensors:
+            with self.resident():
+                check_replicas(self.context, self.engine.layout(), self.engine.storage())
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:

@@ -74,6 +74,14 @@ def test_a_name_of_two_machines_is_refused(cluster):
         reserve(1, nodes=("node1",))
 
 
+def test_named_machines_are_compared_with_what_they_have(cluster):
+    cluster(machine(1), machine(2, cpus=4))
+    with pytest.raises(PlacementError, match="of these 3 on 'node1', which has 2"):
+        reserve(3, nodes=("node1",))
+    with pytest.raises(PlacementError, match="two of its names are one machine's"):
+        reserve(1, 1, nodes=("node1", "127.0.0.1"))
+
+
 def test_devices_that_come_later_are_waited_for(cluster, monkeypatch):
     asked = cluster(machine(1))
     monkeypatch.setattr(reservation.time, "sleep", lambda seconds: cluster(machine(1), machine(2)))

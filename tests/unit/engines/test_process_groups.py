@@ -1,8 +1,11 @@
-"""Gloo groups of one process."""
+"""Gloo groups in one process."""
 
 from __future__ import annotations
 
 import datetime
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hybridflow.engines import process_groups  # noqa: F401  its import shares the device
+from hybridflow.engines import process_groups  # its import shares the device
 
 
 def device_threads() -> int:
@@ -33,3 +36,36 @@ def test_groups_share_the_thread_of_their_device():
         ones = torch.ones(3)
         group.allreduce([ones]).wait()  # type: ignore[attr-defined]  the stubs lack it
         assert ones.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds sockets in /proc")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_connection_notices_that_a_machine_is_gone(monkeypatch, ranks):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(process_groups, "gloo_address", "127.0.0.2")
+    process_groups._gloo_devices.cache_clear()
+    store, before = dist.HashStore(), process_groups._sockets()
+    try:
+        with ThreadPoolExecutor(ranks) as threads:
+            limit = datetime.timedelta(seconds=20)
+            groups = list(threads.map(lambda rank: c10d.ProcessGroupGloo(store, rank, ranks, limit), range(ranks)))
+        seen = []
+        for descriptor, _ in process_groups._sockets() - before:
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                seen.append(one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+                assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        assert seen == [1] * (ranks * (ranks - 1))  # each rank's end of each pair
+        del groups
+    finally:
+        process_groups._gloo_devices.cache_clear()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+def test_files_stay_as_they_are(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with (tmp_path / "file").open("w") as file:
+        for _ in range(5):
+            process_groups._end_with_machine((file.fileno(), ""))
+    assert len(os.listdir("/proc/self/fd")) == before
