@@ -108,13 +108,13 @@ class StateWriter:
     def save(self, file: RankFile, kinds: Kinds) -> None:
         """Returns when the tensors may change; waits for the file before, which ends soon if its save was given up.
 
-        Errors: CheckpointError when that takes too long, and when the directory, which the driver made, is not there.
+        Errors: CheckpointError when that takes too long, and when the directory of checkpoints is not there.
         """
-        end = time.monotonic() + _SHARED_SECONDS
-        while not file.path.parent.is_dir():
+        end, shared = time.monotonic() + _SHARED_SECONDS, file.path.parents[2]  # a save may be given up, this one stays
+        while not shared.is_dir():
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"{file.path.parent} is not on {socket.gethostname()}, and the driver has made it: give a "
+                    f"{shared} is not on {socket.gethostname()}, and the driver has made it: give a "
                     f"directory on a file system that all machines share."
                 )
             time.sleep(_LOOK_SECONDS)

@@ -352,6 +352,14 @@ def test_a_save_that_was_given_up_ends_its_thread(tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_directory_that_is_not_shared_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_state, "_SHARED_SECONDS", 0.3)
+    checkpoints = tmp_path / "of the driver"
+    file = RankFile(checkpoints / "step-1/actor/rank", checkpoints / "step-1/.r.json", "id")
+    with pytest.raises(CheckpointError, match=r"of the driver is not on .* a file system that all"):
+        StateWriter(0, CPU).save(file, {})
+
+
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
     """Which may be given up, or have reported already."""
     writer, block, layout = StateWriter(0, CPU), threading.Event(), even_layout({"w": (1 << 20,)}, 1)
