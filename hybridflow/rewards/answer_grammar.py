@@ -106,6 +106,8 @@ def read(text: str, letters: bool = False) -> Tree | None:
     if len(text) > _LONGEST or not (plain := layout(text)):
         return None
     if chosen := re.fullmatch(_CHOICE, plain, re.IGNORECASE | re.DOTALL):
+        if chosen[3] and re.fullmatch(_CHOICE, chosen[3], re.IGNORECASE | re.DOTALL):  # `(A) (B) 18`
+            return None
         behind = read(chosen[3], letters) if chosen[3] else None
         if behind or not chosen[3]:
             return Tree("choice", ((chosen[1] or chosen[2]).upper(), behind))

@@ -181,3 +181,9 @@ def test_a_tree_accounts_for_every_character():
 )
 def test_same_number(answer: str, reference: str, same: bool):
     assert same_answer(answer, reference) == same
+
+
+def test_a_choice_beside_a_choice_is_not_understood():
+    assert read("(A) (B) 18") is None
+    assert read("(A) " * 240 + "18") is None
+    assert read("(A) 18") == Tree("choice", ("A", number(18)))
