@@ -50,7 +50,7 @@ _OFTEN = "of per an a at by on in is for the all are was has day her his its it 
 _SMALL = frozenset(_OFTEN.split())
 _HEAD = re.compile(r"(?:§?(?:[A-Za-z][a-z'’-]*[a-z'’]|[aI])(?:[\s,]+|(?=[\x03$€£])))*(?:§?[A-Za-z]{3,}\s*[:=]\s*)?")
 _CHOICE = r"(?:§?(?:option|choice)\s+)?(?:\(§?([A-J])\)|§?([A-J])(?:[).]|:(?=\s)|$))(?:[\s.:]+(.*)|$)"
-_WORDS = re.compile(r"(?:§?[^\W\d_]+[\s.,'’!?-]*)+")
+_WORDS = re.compile(r"(?:§?[^\W\d_]++[\s.,'’!?-]*+)++")
 _DOUBT = re.compile(r"\b(?:\w+n['’]t|not?|never|wrong|incorrect|or|maybe|perhaps)\b", re.IGNORECASE)
 _REMARK = re.compile(r"(?<=[\w.%])\s+\((?=[^()]*[A-Za-z]{3})[^()\\]*\)|(?<=[a-z])\s(?:for|from)\s\d+\s[a-z]{3,}$")
 _RATE = r"(?:[kcm]?m|mi|ft|k?g|m?L)\s?/\s?(?:h(?:r|our)?|s(?:ec)?|min|day|[km]?L|[kc]?m|kg)(?:\^\{?[23]\}?)?"

@@ -22,7 +22,7 @@ from hybridflow.rewards.sandbox.run import CodeResult, Limits
 from hybridflow.rewards.sandbox.sandbox import Mechanism, Sandbox
 
 _FENCE = re.compile(
-    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>```+|~~~+)[ \t]*(?P<language>[\w+-]*)[^\n`]*\n",
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n`]*+\n",
     re.MULTILINE,
 )
 _PYTHON = ("python", "python3", "py", "py3")
@@ -51,7 +51,7 @@ _FORMS = (
     'a list of assert statements, {"inputs": [...], "outputs": [...]} (with "fn_name" for a function), a list of '
     '{"input": ..., "output": ...}, or the source of a test module'
 )
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d++(?:\.\d*+)?+|\.\d++)([eE][+-]?\d++)?")
 _CLOSE = 1e-6
 
 

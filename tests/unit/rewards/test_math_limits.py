@@ -44,6 +44,46 @@ def test_brackets_without_end(bracket: str):
     assert time.thread_time() - began < 2.0
 
 
+REPEATED = """
+import resource, sys, time
+from hybridflow.rewards.answer_extraction import final_answer
+from hybridflow.rewards.answer_grammar import read
+from hybridflow.rewards.code import extract_program, same_output
+from hybridflow.rewards.math import same_answer
+
+def said(text):
+    return final_answer("\\n".join([text] * (20_000 // len(text))), unmarked=True)
+
+def judged(text):
+    return same_answer(text, "x@@ y")
+
+def printed(text):
+    return same_output(text, "1.0")
+
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))  # a regular expression may hold the interpreter for ever
+KINDS = ["a", "ab ", "a-", "1",
+         "1,", "1 000 ", " ", ", ", ".", "{", "(", "(A) ", "*", "`", "~", "-", "+", "√", "§a", "\\\\"]
+HEADS = ["", "1", "Answer: 18", "Answer: cannot be determined from information ", "```", "```python\\n1"]
+for kind in KINDS:
+    for head in HEADS:
+        for end in ("x", "1^"):
+            for length in (1000, 20_000):
+                text = head + (kind * length)[: length - len(head) - len(end)] + end
+                for read_by in (read, said, extract_program, judged, printed):
+                    print(repr(head), repr(kind), repr(end), length, flush=True)
+                    began = time.process_time()
+                    read_by(text)
+                    if time.process_time() - began > 1.0:
+                        sys.exit("took more than a second")
+"""
+
+
+def test_text_that_repeats_itself_is_read_in_a_moment():
+    """In a process with a limit of processor time, so that a busy machine changes nothing."""
+    done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.returncode, done.stderr[-500:])
+
+
 def slow_rows(count: int) -> list[tuple[str, str]]:
     return [
         (f"\\boxed{{\\frac{{1}}{{x+{k}}}-\\frac{{1}}{{x+{k + 3}}}}}", f"\\frac{{3}}{{(x+{k})(x+{k + 3})}}")
