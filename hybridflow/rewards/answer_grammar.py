@@ -25,6 +25,7 @@ from hybridflow.rewards.answer_layout import layout
 from hybridflow.rewards.measurement import CHANGING, CURRENCIES, known_unit, unit
 
 _LONGEST, _SHORT, _DEPTH, _EXPONENT = 1000, 40, 30, 2000  # characters; brackets in brackets; of a decimal (`1e300`)
+_DEEPEST = 100  # parts in parts of a tree, which is worked out by recursion
 _FRACTION = r"(?P<brace>\\[dt]?frac\{)?(?P<over>\d+)(?(brace)\}\{|/)(?P<under>0*[1-9]\d*)(?(brace)\})"
 _PLAIN = re.compile(rf"(?P<sign>-?)(?:(?P<whole>\d+)(?:\.(?P<part>\d+))?|{_FRACTION})", re.ASCII)
 SCALES = {"hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -131,8 +132,17 @@ def read(text: str, letters: bool = False) -> Tree | None:
             except (Unread, ZeroDivisionError, RecursionError):
                 continue
             if not parser.token().kind:
-                return found
+                return found if _shallow(found) else None
     return None
+
+
+def _shallow(tree: Tree) -> bool:
+    level = [tree]
+    for _ in range(_DEEPEST):
+        level = [part for node in level for part in node.parts if isinstance(part, Tree)]
+        if not level:
+            return True
+    return False
 
 
 def _tokens(text: str) -> list[_Token]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from hybridflow.errors import ConfigError
-from hybridflow.rewards import RowFailure
+from hybridflow.rewards import Numeric, RowFailure
 from hybridflow.rewards.answer_extraction import own_words
 from hybridflow.rewards.math import Math, judge, same_answer
 
@@ -82,6 +83,32 @@ def test_text_that_repeats_itself_is_read_in_a_moment():
     """In a process with a limit of processor time, so that a busy machine changes nothing."""
     done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.returncode, done.stderr[-500:])
+
+
+DEEP = [
+    *("*".join(["2"] * 400), "/".join(["2"] * 400), "5!" * 300, "|x|" * 300, "x" * 900, "\\cup".join(["[1,2]"] * 120)),
+    *("√" * 900 + "2", "5" + "%" * 900, "(x" * 25 + "*x" * 90 + ")*x*x*x" * 25, "-" * 900 + "5", "x" + "^x" * 490),
+]
+
+
+@pytest.mark.parametrize("formula", DEEP, ids=lambda text: text[:20])
+def test_a_formula_that_is_too_deep_is_wrong(formula: str):
+    rows = [f"\\boxed{{{formula}}}", "#### 18"]
+    for reference in ("y*z", "7", "\\sqrt{3}"):
+        assert Math()([""] * 2, rows, answer=[reference, "18"]) == [0.0, 1.0]
+    assert Numeric()([""] * 2, rows, answer=["7", "18"]) == [0.0, 1.0]
+    assert Numeric(absolute=0.1)([""] * 2, rows, answer=["7", "18"]) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("function", [Math(), Numeric()])
+def test_within_deep_calls_a_formula_is_not_understood(function):
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    try:
+        found = function([""] * 2, [f"\\boxed{{{'+1*'.join(['2*3'] * 9)}{'*2' * 80}}}", "#### 18"], answer=["7", "18"])
+    finally:
+        sys.setrecursionlimit(limit)
+    assert found == [0.0, 1.0]
 
 
 def slow_rows(count: int) -> list[tuple[str, str]]:
