@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, RewardError
@@ -27,6 +28,8 @@ _FENCE = re.compile(
 )
 _PYTHON = ("python", "python3", "py", "py3")
 _CLOSINGS = 5  # fences behind an opened one that are tried as its end
+# Only at the last fences it is asked what is valid Python; and beyond each first end, for this many characters.
+_FENCES, _CHARACTERS = 20, 100_000
 PRELUDE = """\
 from string import *
 from re import *
@@ -247,29 +250,36 @@ def extract_program(response: str) -> str:
 
 
 def _blocks(text: str) -> Iterator[_Block]:
-    end = 0
+    end, left = 0, _CHARACTERS
+    judged = [fence.start() for fence in _FENCE.finditer(text)][-2 * _FENCES :]  # opening and closing ones
     while opening := _FENCE.search(text, end):
         begin, width, language = opening.end(), len(opening["indent"]), opening["language"].lower()
-        closings = re.finditer(rf"(?P<line>^[ \t]*)?{opening['fence']}[ \t]*$", text[begin:], re.MULTILINE)
-        ends = [(begin + found.start(), begin + found.end()) for found, _ in zip(closings, range(_CLOSINGS))]
+        fence = opening["fence"]
+        closing = re.compile(rf"(?:^[ \t]*+)?(?<!{fence[0]}){fence}{fence[0]}*+[ \t]*+$", re.MULTILINE)
+        ends = [found.span() for found in islice(closing.finditer(text, begin), _CLOSINGS)]
         ends.append((len(text), len(text)))
-        tried = (_Block(opening.start(), stop, language, *_source(text[begin:at], width)) for at, stop in ends)
-        python = language in (*_PYTHON, "")
-        yield (
-            block := next((block for block in tried if block.valid or not python), None)
-            or _Block(opening.start(), ends[0][1], language, *_source(text[begin : ends[0][0]], width))
-        )
+        late = opening.start() >= judged[0]
+        source, valid = _source(text[begin : ends[0][0]], width, late)
+        block = _Block(opening.start(), ends[0][1], language, source, valid)
+        for at, stop in ends[1:] if late and not valid and language in (*_PYTHON, "") else ():
+            if (left := left - (at - begin)) < 0:
+                break
+            source, valid = _source(text[begin:at], width)
+            if valid:
+                block = _Block(opening.start(), stop, language, source, valid)
+                break
+        yield block
         end = block.stop
 
 
-def _source(lines: str, width: int) -> tuple[str, bool]:
+def _source(lines: str, width: int, judged: bool = True) -> tuple[str, bool]:
     source = re.sub(rf"^[ \t]{{1,{width}}}", "", lines, flags=re.MULTILINE) if width else lines
     source = textwrap.dedent(source) if source[:1] in (" ", "\t") else source
     try:
-        ast.parse(source)
+        _ = judged and ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source, False
-    return source, bool(source.strip())
+    return source, judged and bool(source.strip())
 
 
 def read_tests(

@@ -309,6 +309,9 @@ FENCES = {
     "fences in a docstring": (f"```python\n{QUOTING}```\nDone.", QUOTING),
     "fences in a docstring, not closed": (f"```python\n{QUOTING}", QUOTING),
     "not Python": ("```python\nx = = 1\n```\nor so\n```\n5\n```", "x = = 1\n"),
+    "closed by a longer fence": ("```python\nx = 1\n`````\nIt is `1`.", "x = 1\n"),
+    "closed by a longer fence on its last line": ("~~~python\nx = 1~~~~\nIt is 1.", "x = 1"),
+    "not closed by a shorter fence": ('````python\nx = """\n```\n"""\n````\n', 'x = """\n```\n"""\n'),
     "two programs": ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "x = 2\n"),
 }
 
@@ -322,7 +325,9 @@ def test_many_fences_are_read_in_a_moment():
     began = time.thread_time()
     for text in ("```python\nx = = 1\n```\n" * 3000, "```python\n" * 9000, "```\n" * 16_000, "x ```\n" * 16_000):
         assert isinstance(extract_program(text), str)
-    assert time.thread_time() - began < 20.0
+    for lines, blocks in ((10, 1500), (800, 20)):
+        assert extract_program(f"```python\n{'x = [1, 2]\n' * lines}(\n```\n" * blocks).endswith("]\n(\n")
+    assert time.thread_time() - began < 3.0
 
 
 def test_a_program_that_stands_only_in_thoughts_is_none(code):
