@@ -233,6 +233,7 @@ class _Block(NamedTuple):
 def extract_program(response: str) -> str:
     """The last fenced block of Python in a response, or the last one that names no language; without any fence, all.
 
+    Among those that name none, what is no valid Python or only values (an output) counts if there is nothing else.
     Thoughts are left out, with the programs in them. A block ends at the first fence up to which it is
     valid Python, which may be behind its last line of code, but not in a docstring; without one, at the first fence.
     One that the response does not close reaches to its end. Indentation that its fence has as well is removed.
@@ -243,10 +244,20 @@ def extract_program(response: str) -> str:
         if block.valid:  # tags inside of a program are code
             said = said[: block.start] + "." * (block.stop - block.start) + said[block.stop :]
     blocks = list(_blocks(own := text[outside_thoughts(said)]))
-    for languages in (_PYTHON, ("",)):
-        if found := [block.source for block in blocks if block.language in languages]:
-            return found[-1]
+    if found := [block.source for block in blocks if block.language in _PYTHON]:
+        return found[-1]
+    bare = [block for block in blocks if not block.language]
+    if bare:
+        return next((block.source for block in reversed(bare) if block.valid and _acts(block.source)), bare[-1].source)
     return "" if blocks else own
+
+
+def _acts(source: str) -> bool:
+    """Whether a program does anything: not `3`, `[1, 2]` or `YES`."""
+    lines = ast.parse(source).body
+    return any(
+        not isinstance(line, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(line)) for line in lines
+    )
 
 
 def _blocks(text: str) -> Iterator[_Block]:
