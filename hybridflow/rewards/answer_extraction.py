@@ -46,7 +46,7 @@ _AND = re.compile(rf"{_JOINED}(?:and\b|&)?{_JOINED}(?:[a-z](?:_?\d|')?\s*=\s*)?{
 _BOLD = re.compile(r"\*\*([^*\n]+?)(?<!:)\*\*(?!\s*:)")
 _LAST = re.compile(
     r"(?<![A-Za-z0-9_\u00c0-\u052f.^\\√/,:])[-+]?(?:\\?[$€£])?\s?(?:\d+ (?=\d+/))?"
-    r"(?:\d[\d,]*)?\.?\d+(?:/\d+)?(?:\s?\\?%)?(?![\d.:/^(]\d|\^|\d)"
+    r"(?:\d++(?:,++\d++)*+(?:\.\d++)?+|\.\d++)(?:/\d++)?(?:\s?\\?%)?(?![\d.:/^(]\d|\^|\d)"
 )
 
 
@@ -181,7 +181,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         line, _, rest = said.partition("\n")
         first, *others = _SENTENCE.split(line[:_LINE].partition("</")[0])
         first = _ANNOTATION.sub("", _CLAUSE.sub("", first)).strip(' *_`"')
-        first = re.sub(r"[*_`\"\s]*[.!]?[*_`\"\s]*$", "", first)
+        first = re.sub(r"(?<![*_`\"\s])[*_`\"\s]*+[.!]?[*_`\"\s]*+$", "", first)
         first = first.rstrip('}" ') if first.count("{") < first.count("}") else first
         certain = found["certain"] or found["final"] or not re.search(r"\d", "".join(others) + rest)
         certain = certain or re.match(r"\s*explanation", rest, re.IGNORECASE)

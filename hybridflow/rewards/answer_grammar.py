@@ -25,6 +25,7 @@ from hybridflow.rewards.answer_layout import layout
 from hybridflow.rewards.measurement import CHANGING, CURRENCIES, known_unit, unit
 
 _LONGEST, _SHORT, _DEPTH, _EXPONENT = 1000, 40, 30, 2000  # characters; brackets in brackets; of a decimal (`1e300`)
+_DEEPEST = 100  # parts in parts of a tree, which is worked out by recursion
 _FRACTION = r"(?P<brace>\\[dt]?frac\{)?(?P<over>\d+)(?(brace)\}\{|/)(?P<under>0*[1-9]\d*)(?(brace)\})"
 _PLAIN = re.compile(rf"(?P<sign>-?)(?:(?P<whole>\d+)(?:\.(?P<part>\d+))?|{_FRACTION})", re.ASCII)
 SCALES = {"hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -50,7 +51,7 @@ _OFTEN = "of per an a at by on in is for the all are was has day her his its it 
 _SMALL = frozenset(_OFTEN.split())
 _HEAD = re.compile(r"(?:§?(?:[A-Za-z][a-z'’-]*[a-z'’]|[aI])(?:[\s,]+|(?=[\x03$€£])))*(?:§?[A-Za-z]{3,}\s*[:=]\s*)?")
 _CHOICE = r"(?:§?(?:option|choice)\s+)?(?:\(§?([A-J])\)|§?([A-J])(?:[).]|:(?=\s)|$))(?:[\s.:]+(.*)|$)"
-_WORDS = re.compile(r"(?:§?[^\W\d_]+[\s.,'’!?-]*)+")
+_WORDS = re.compile(r"(?:§?[^\W\d_]++[\s.,'’!?-]*+)++")
 _DOUBT = re.compile(r"\b(?:\w+n['’]t|not?|never|wrong|incorrect|or|maybe|perhaps)\b", re.IGNORECASE)
 _REMARK = re.compile(r"(?<=[\w.%])\s+\((?=[^()]*[A-Za-z]{3})[^()\\]*\)|(?<=[a-z])\s(?:for|from)\s\d+\s[a-z]{3,}$")
 _RATE = r"(?:[kcm]?m|mi|ft|k?g|m?L)\s?/\s?(?:h(?:r|our)?|s(?:ec)?|min|day|[km]?L|[kc]?m|kg)(?:\^\{?[23]\}?)?"
@@ -106,6 +107,8 @@ def read(text: str, letters: bool = False) -> Tree | None:
     if len(text) > _LONGEST or not (plain := layout(text)):
         return None
     if chosen := re.fullmatch(_CHOICE, plain, re.IGNORECASE | re.DOTALL):
+        if chosen[3] and re.fullmatch(_CHOICE, chosen[3], re.IGNORECASE | re.DOTALL):  # `(A) (B) 18`
+            return None
         behind = read(chosen[3], letters) if chosen[3] else None
         if behind or not chosen[3]:
             return Tree("choice", ((chosen[1] or chosen[2]).upper(), behind))
@@ -129,8 +132,17 @@ def read(text: str, letters: bool = False) -> Tree | None:
             except (Unread, ZeroDivisionError, RecursionError):
                 continue
             if not parser.token().kind:
-                return found
+                return found if _shallow(found) else None
     return None
+
+
+def _shallow(tree: Tree) -> bool:
+    level = [tree]
+    for _ in range(_DEEPEST):
+        level = [part for node in level for part in node.parts if isinstance(part, Tree)]
+        if not level:
+            return True
+    return False
 
 
 def _tokens(text: str) -> list[_Token]:

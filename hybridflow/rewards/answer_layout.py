@@ -74,4 +74,4 @@ def layout(text: str) -> str:
     if not re.search(r"[(\[]|\\\{", text):  # in brackets commas separate
         text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", " ", text)
-    return re.sub(r"(?<![\\.])[.,;:。\s]+$", "", text).strip()
+    return re.sub(r"(?:(?<![\\.,;:。\s])|(?<=\\[,;:。\s]))[.,;:。\s]++$", "", text).strip()

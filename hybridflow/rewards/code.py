@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, RewardError
@@ -22,11 +23,13 @@ from hybridflow.rewards.sandbox.run import CodeResult, Limits
 from hybridflow.rewards.sandbox.sandbox import Mechanism, Sandbox
 
 _FENCE = re.compile(
-    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>```+|~~~+)[ \t]*(?P<language>[\w+-]*)[^\n`]*\n",
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n`]*+\n",
     re.MULTILINE,
 )
 _PYTHON = ("python", "python3", "py", "py3")
 _CLOSINGS = 5  # fences behind an opened one that are tried as its end
+# Only at the last fences it is asked what is valid Python; and beyond each first end, for this many characters.
+_FENCES, _CHARACTERS = 20, 100_000
 PRELUDE = """\
 from string import *
 from re import *
@@ -51,7 +54,7 @@ _FORMS = (
     'a list of assert statements, {"inputs": [...], "outputs": [...]} (with "fn_name" for a function), a list of '
     '{"input": ..., "output": ...}, or the source of a test module'
 )
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d++(?:\.\d*+)?+|\.\d++)([eE][+-]?\d++)?")
 _CLOSE = 1e-6
 
 
@@ -230,6 +233,7 @@ class _Block(NamedTuple):
 def extract_program(response: str) -> str:
     """The last fenced block of Python in a response, or the last one that names no language; without any fence, all.
 
+    Among those that name none, what is no valid Python or only values (an output) counts if there is nothing else.
     Thoughts are left out, with the programs in them. A block ends at the first fence up to which it is
     valid Python, which may be behind its last line of code, but not in a docstring; without one, at the first fence.
     One that the response does not close reaches to its end. Indentation that its fence has as well is removed.
@@ -240,36 +244,53 @@ def extract_program(response: str) -> str:
         if block.valid:  # tags inside of a program are code
             said = said[: block.start] + "." * (block.stop - block.start) + said[block.stop :]
     blocks = list(_blocks(own := text[outside_thoughts(said)]))
-    for languages in (_PYTHON, ("",)):
-        if found := [block.source for block in blocks if block.language in languages]:
-            return found[-1]
+    if found := [block.source for block in blocks if block.language in _PYTHON]:
+        return found[-1]
+    bare = [block for block in blocks if not block.language]
+    if bare:
+        return next((block.source for block in reversed(bare) if block.valid and _acts(block.source)), bare[-1].source)
     return "" if blocks else own
 
 
+def _acts(source: str) -> bool:
+    """Whether a program does anything: not `3`, `[1, 2]` or `YES`."""
+    lines = ast.parse(source).body
+    return any(
+        not isinstance(line, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(line)) for line in lines
+    )
+
+
 def _blocks(text: str) -> Iterator[_Block]:
-    end = 0
+    end, left = 0, _CHARACTERS
+    judged = [fence.start() for fence in _FENCE.finditer(text)][-2 * _FENCES :]  # opening and closing ones
     while opening := _FENCE.search(text, end):
         begin, width, language = opening.end(), len(opening["indent"]), opening["language"].lower()
-        closings = re.finditer(rf"(?P<line>^[ \t]*)?{opening['fence']}[ \t]*$", text[begin:], re.MULTILINE)
-        ends = [(begin + found.start(), begin + found.end()) for found, _ in zip(closings, range(_CLOSINGS))]
+        fence = opening["fence"]
+        closing = re.compile(rf"(?:^[ \t]*+)?(?<!{fence[0]}){fence}{fence[0]}*+[ \t]*+$", re.MULTILINE)
+        ends = [found.span() for found in islice(closing.finditer(text, begin), _CLOSINGS)]
         ends.append((len(text), len(text)))
-        tried = (_Block(opening.start(), stop, language, *_source(text[begin:at], width)) for at, stop in ends)
-        python = language in (*_PYTHON, "")
-        yield (
-            block := next((block for block in tried if block.valid or not python), None)
-            or _Block(opening.start(), ends[0][1], language, *_source(text[begin : ends[0][0]], width))
-        )
+        late = opening.start() >= judged[0]
+        source, valid = _source(text[begin : ends[0][0]], width, late)
+        block = _Block(opening.start(), ends[0][1], language, source, valid)
+        for at, stop in ends[1:] if late and not valid and language in (*_PYTHON, "") else ():
+            if (left := left - (at - begin)) < 0:
+                break
+            source, valid = _source(text[begin:at], width)
+            if valid:
+                block = _Block(opening.start(), stop, language, source, valid)
+                break
+        yield block
         end = block.stop
 
 
-def _source(lines: str, width: int) -> tuple[str, bool]:
+def _source(lines: str, width: int, judged: bool = True) -> tuple[str, bool]:
     source = re.sub(rf"^[ \t]{{1,{width}}}", "", lines, flags=re.MULTILINE) if width else lines
     source = textwrap.dedent(source) if source[:1] in (" ", "\t") else source
     try:
-        ast.parse(source)
+        _ = judged and ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source, False
-    return source, bool(source.strip())
+    return source, judged and bool(source.strip())
 
 
 def read_tests(

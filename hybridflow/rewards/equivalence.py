@@ -164,15 +164,13 @@ def number_pairs(answer: Tree, reference: Tree) -> list[tuple[Value, Value]]:
 
 
 def _meanings(node: Tree, other: Tree) -> list[Value]:
-    """A number: without its percent sign or scale too where the other one has none."""
+    """A number: without its percent sign too where the other one has none."""
     inner, _, percent, scale = node.parts if node.kind == "quantity" else (node, None, False, 1)
     if inner.kind in _SEVERAL or (value := approximate(inner)) is None:
         return []
-    other_unit, other_percent, other_scale = other.parts[1:] if other.kind == "quantity" else (None, False, 1)
     places, exact = inner.parts[1] if inner.kind == "number" else None, constant(inner) is not None
     values = [Value(value * scale, None if places and scale != 1 else places, exact)]
-    values += [Value(value, places, exact)] if scale != 1 and other_scale == 1 and not other_unit else []
-    if percent and not other_percent:
+    if percent and not (other.kind == "quantity" and other.parts[2]):
         values += [Value(one / 100, None if places is None else places + 2, exact) for one, places, _ in values]
     return values
 

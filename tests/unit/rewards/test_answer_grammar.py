@@ -161,7 +161,10 @@ def test_a_tree_accounts_for_every_character():
         ("25%", "0.25", True),
         ("0.25%", "25%", False),
         ("0.25", "25%", True),
-        ("2 million", "2", True),
+        ("2 million", "2", False),
+        ("2", "2 million", False),
+        ("\\$2 thousand", "2", False),
+        ("\\$2 thousand", "2000", True),
         ("2 million", "2000000", True),
         ("2 million", "2 thousand", False),
         ("0.33", "1/3", True),
@@ -181,3 +184,9 @@ def test_a_tree_accounts_for_every_character():
 )
 def test_same_number(answer: str, reference: str, same: bool):
     assert same_answer(answer, reference) == same
+
+
+def test_a_choice_beside_a_choice_is_not_understood():
+    assert read("(A) (B) 18") is None
+    assert read("(A) " * 240 + "18") is None
+    assert read("(A) 18") == Tree("choice", ("A", number(18)))

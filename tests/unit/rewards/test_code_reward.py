@@ -299,6 +299,9 @@ def test_the_program_of_a_response():
 QUOTING = 'def f():\n    """Call it:\n    ```\n    f()\n    ```\n    """\n    return "```"\n'
 FENCES = {
     "output behind it in a plain fence": ("```python\nx = 1\n```\nIt prints\n```\n5\n```", "x = 1\n"),
+    "output behind it, both plain": ("```\nx = 1\n```\nIt prints\n```\n5\n```", "x = 1\n"),
+    "output in words behind it, both plain": ("```\nx = 1\n```\n```\nYES\n```\n```\nnot so\n```", "x = 1\n"),
+    "nothing but outputs": ("```\n3\n```\n```\n5\n```", "5\n"),
     "a plain fence before it": ("```\ny = 2\n```\n```python\nx = 1\n```", "x = 1\n"),
     "CRLF": ("So:\r\n```python\r\nx = 1\r\ny = 2\r\n```\r\n", "x = 1\ny = 2\n"),
     "indented in a list": ("1. so\n   ```python\n   if x:\n       y = 1\n   ```\n2. done", "if x:\n    y = 1\n"),
@@ -309,6 +312,9 @@ FENCES = {
     "fences in a docstring": (f"```python\n{QUOTING}```\nDone.", QUOTING),
     "fences in a docstring, not closed": (f"```python\n{QUOTING}", QUOTING),
     "not Python": ("```python\nx = = 1\n```\nor so\n```\n5\n```", "x = = 1\n"),
+    "closed by a longer fence": ("```python\nx = 1\n`````\nIt is `1`.", "x = 1\n"),
+    "closed by a longer fence on its last line": ("~~~python\nx = 1~~~~\nIt is 1.", "x = 1"),
+    "not closed by a shorter fence": ('````python\nx = """\n```\n"""\n````\n', 'x = """\n```\n"""\n'),
     "two programs": ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "x = 2\n"),
 }
 
@@ -322,7 +328,10 @@ def test_many_fences_are_read_in_a_moment():
     began = time.thread_time()
     for text in ("```python\nx = = 1\n```\n" * 3000, "```python\n" * 9000, "```\n" * 16_000, "x ```\n" * 16_000):
         assert isinstance(extract_program(text), str)
-    assert time.thread_time() - began < 20.0
+    for lines, blocks in ((10, 1500), (800, 20)):
+        text = "```python\n" + "x = [1, 2]\n" * lines + "(\n```\n"
+        assert extract_program(text * blocks).endswith("]\n(\n")
+    assert time.thread_time() - began < 3.0
 
 
 def test_a_program_that_stands_only_in_thoughts_is_none(code):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from hybridflow.errors import ConfigError
-from hybridflow.rewards import RowFailure
+from hybridflow.rewards import Numeric, RowFailure
 from hybridflow.rewards.answer_extraction import own_words
 from hybridflow.rewards.math import Math, judge, same_answer
 
@@ -42,6 +43,72 @@ def test_brackets_without_end(bracket: str):
     began = time.thread_time()
     assert not judge(bracket * (1_000_000 // len(bracket)), "18")
     assert time.thread_time() - began < 2.0
+
+
+REPEATED = """
+import resource, sys, time
+from hybridflow.rewards.answer_extraction import final_answer
+from hybridflow.rewards.answer_grammar import read
+from hybridflow.rewards.code import extract_program, same_output
+from hybridflow.rewards.math import same_answer
+
+def said(text):
+    return final_answer("\\n".join([text] * (20_000 // len(text))), unmarked=True)
+
+def judged(text):
+    return same_answer(text, "x@@ y")
+
+def printed(text):
+    return same_output(text, "1.0")
+
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))  # a regular expression may hold the interpreter for ever
+KINDS = ["a", "ab ", "a-", "1",
+         "1,", "1 000 ", " ", ", ", ".", "{", "(", "(A) ", "*", "`", "~", "-", "+", "√", "§a", "\\\\"]
+HEADS = ["", "1", "Answer: 18", "Answer: cannot be determined from information ", "```", "```python\\n1"]
+for kind in KINDS:
+    for head in HEADS:
+        for end in ("x", "1^"):
+            for length in (1000, 20_000):
+                text = head + (kind * length)[: length - len(head) - len(end)] + end
+                for read_by in (read, said, extract_program, judged, printed):
+                    print(repr(head), repr(kind), repr(end), length, flush=True)
+                    began = time.process_time()
+                    read_by(text)
+                    if time.process_time() - began > 1.0:
+                        sys.exit("took more than a second")
+"""
+
+
+def test_text_that_repeats_itself_is_read_in_a_moment():
+    """In a process with a limit of processor time, so that a busy machine changes nothing."""
+    done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.returncode, done.stderr[-500:])
+
+
+DEEP = [
+    *("*".join(["2"] * 400), "/".join(["2"] * 400), "5!" * 300, "|x|" * 300, "x" * 900, "\\cup".join(["[1,2]"] * 120)),
+    *("√" * 900 + "2", "5" + "%" * 900, "(x" * 25 + "*x" * 90 + ")*x*x*x" * 25, "-" * 900 + "5", "x" + "^x" * 490),
+]
+
+
+@pytest.mark.parametrize("formula", DEEP, ids=lambda text: text[:20])
+def test_a_formula_that_is_too_deep_is_wrong(formula: str):
+    rows = [f"\\boxed{{{formula}}}", "#### 18"]
+    for reference in ("y*z", "7", "\\sqrt{3}"):
+        assert Math()([""] * 2, rows, answer=[reference, "18"]) == [0.0, 1.0]
+    assert Numeric()([""] * 2, rows, answer=["7", "18"]) == [0.0, 1.0]
+    assert Numeric(absolute=0.1)([""] * 2, rows, answer=["7", "18"]) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("function", [Math(), Numeric()])
+def test_within_deep_calls_a_formula_is_not_understood(function):
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    try:
+        found = function([""] * 2, [f"\\boxed{{{'+1*'.join(['2*3'] * 9)}{'*2' * 80}}}", "#### 18"], answer=["7", "18"])
+    finally:
+        sys.setrecursionlimit(limit)
+    assert found == [0.0, 1.0]
 
 
 def slow_rows(count: int) -> list[tuple[str, str]]:
