@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HostLostError
 
 
 class Loader:
@@ -155,3 +155,34 @@ def test_a_run_stops_by_a_metric_as_if_the_loader_had_ended(tmp_path):
     assert run.checkpoints.newest is not None
     assert run.checkpoints.newest.name == "step-00000004"
     assert len(lines(tmp_path / "run")) == 4
+
+
+def test_the_metrics_of_an_iteration_that_lost_its_host_stop_nothing(tmp_path, monkeypatch):
+    class Lost:
+        def get(self) -> dict[str, float]:
+            raise HostLostError("the host of actor rank 0 is gone")
+
+    seen: list[float] = []
+    run = make(tmp_path / "run", None, every=None, stop=lambda metrics: bool(seen.append(metrics["loss"])))
+    monkeypatch.setattr(run.tracker, "log", lambda *metrics: None)  # it belongs to the driver that was restarted
+    for batch in run.loop(Loader(6)):
+        lost = run.checkpoints.done == 2
+        run.step(batch, Lost() if lost else {"loss": float(run.checkpoints.done)})
+        run.checkpoints.restarts += lost
+    assert seen == [0.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(("steps", "continues"), [(6, False), (9, True)])
+def test_a_run_that_was_stopped_by_a_metric_has_ended(tmp_path, cluster, caplog, steps, continues):
+    for limit in (6, steps):
+        run = make(tmp_path / "run", None, stop=lambda metrics: metrics["loss"] < 0.4)
+        loader, done = Loader(limit), []
+        for batch in run.loop(loader):
+            run.step(batch, {"loss": 1.0 / (1 + run.checkpoints.done)})
+            done.append(run.checkpoints.done)
+        run.finish()
+        run.checkpoints._end()  # as the session does
+        cluster.parts.clear()
+        cluster.iterations.done_before = 0
+    assert done[0] == (5 if continues else 1)
+    assert ("this run has ended" in caplog.text) != continues
