@@ -12,6 +12,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError, HostLostError
+from recipes.small_model import SmallModel
 
 
 class Loader:
@@ -133,10 +134,23 @@ def test_held_out_prompts_are_those_of_a_file_or_a_batch(tmp_path):
     assert held_out.after(2).get() == {}
     assert held_out.after(3).get() == {"held_out/reward": 0.5}
     assert list(asked[0]["answer"]) == [{"x": 1}, {"x": 2}]
+    SmallModel(characters="abq+1= ").tokenizer().save_pretrained(tmp_path / "model")
+    kind: dict[str, Any] = {"prompt": "question", "tokenizer": str(tmp_path / "model"), "max_prompt_tokens": 9}
+    held_out = hf.HeldOut(actor, reward, file, options=kind)  # type: ignore[arg-type]
+    assert len(held_out.prompts["prompt_ids"]) == 2
+    with pytest.raises(ConfigError, match=r"toknizer.*tokenizer"):
+        hf.HeldOut(actor, reward, file, options={"toknizer": "x"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="every=-1: give iterations"):
         hf.HeldOut(actor, reward, asked[0], every=-1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"evry.*every"):
         hf.HeldOut(actor, reward, asked[0], evry=1)  # type: ignore[call-arg, arg-type]
+
+
+def test_held_out_texts_do_not_stay_with_the_hosts_that_a_run_may_lose():
+    texts = hf.Batch({"prompt_ids": [[1]], "response_ids": [[2, 3]]})
+    held_out = hf.HeldOutLoss(lambda batch: hf.BatchRef.from_batch(texts), hf.BatchRef.from_batch(texts), "sft")
+    assert isinstance(held_out.texts, hf.Batch)
+    assert held_out.texts.select("prompt_ids", "response_ids").equal(texts)
 
 
 def test_a_run_stops_by_a_metric_as_if_the_loader_had_ended(tmp_path):
