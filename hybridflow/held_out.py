@@ -55,7 +55,7 @@ class HeldOut:
         require(type(every) is int and every >= 0, f"every={every!r}: give iterations, or 0 for none in between.")
         self.actor, self.reward, self.every, self.name, self.column = actor, reward, every, name, column
         if not isinstance(prompts, Batch):
-            given = {"batch_size": 1} | (options or {})
+            given: dict[str, Any] = {"batch_size": 1} | (options or {})
             found = prompts if isinstance(prompts, PromptSource) else PromptSource(prompts, **given)
             prompts = found.prompts.whole().without("row_id")  # the call numbers them
         self.by = by
