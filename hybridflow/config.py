@@ -295,15 +295,20 @@ class ZeRO:
 Penalty = Annotated[float, Check("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)]
 
 
+def _as_token(given: Any) -> int:
+    digits = isinstance(given, str) and given.isascii() and given.isdigit()
+    return int(given) if digits or is_whole(given) else -1
+
+
 def _as_bias(given: Any) -> tuple[tuple[int, float], ...]:
     """Pairs, which can be hashed, of a mapping; clients and JSON have texts for its numbers."""
     try:
         pairs = given.items() if isinstance(given, Mapping) else given
-        found = tuple(sorted((int(token), float(bias)) for token, bias in pairs))
+        found = tuple(sorted((_as_token(token), float(bias)) for token, bias in pairs))
     except (TypeError, ValueError):
         found = ((-1, math.nan),)
-    good = all(token >= 0 and is_number(bias) for token, bias in found)
-    require(good, f"Sampling(logit_bias={given!r}): give numbers by ids of tokens, {{1734: -100.0}}.")
+    good = all(token >= 0 and is_number(bias) for token, bias in found) and len(dict(found)) == len(found)
+    require(good, f"Sampling(logit_bias={given!r}): give numbers by ids of tokens, each once, {{1734: -100.0}}.")
     return found
 
 

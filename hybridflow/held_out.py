@@ -20,7 +20,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.startup import stage
 from hybridflow.data.lm_dataset import TextSource
-from hybridflow.data.prompts import Prompts, PromptSource
+from hybridflow.data.prompts import PromptSource
 from hybridflow.settings import by_name, require
 from hybridflow.tracking.tracker import Tracker
 
@@ -55,8 +55,9 @@ class HeldOut:
         require(type(every) is int and every >= 0, f"every={every!r}: give iterations, or 0 for none in between.")
         self.actor, self.reward, self.every, self.name, self.column = actor, reward, every, name, column
         if not isinstance(prompts, Batch):
-            found = prompts.prompts if isinstance(prompts, PromptSource) else Prompts(prompts, **options or {})
-            prompts = found.whole().without("row_id")  # the call numbers them
+            given: dict[str, Any] = {"batch_size": 1} | (options or {})
+            found = prompts if isinstance(prompts, PromptSource) else PromptSource(prompts, **given)
+            prompts = found.prompts.whole().without("row_id")  # the call numbers them
         self.by = by
         require(by is None or by in prompts, f"HeldOut(by={by!r}): the prompts have the columns {prompts.columns}.")
         self.prompts = prompts
@@ -129,6 +130,8 @@ class HeldOutLoss:
         require(good, f"HeldOutLoss: {loss!r} is computed of {self.loss.outputs}; give a loss of log_probs or values.")
         self._column = "values" if values else "old_log_probs"
         self.compute, self.every, self.name = compute, every, name
+        if isinstance(texts, BatchRef) and not Session.current().traces:
+            texts = texts.get()  # on the driver: a host that is lost takes its rows with it
         self.texts = texts.whole() if isinstance(texts, TextSource) else texts
 
     @property

@@ -163,7 +163,10 @@ def _add_new(commands: Any) -> None:
 def _new(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.cli.new_run import write_recipe
 
-    print(f"written: {', '.join(map(str, write_recipe(given.recipe, given.file)))}")
+    written, kept = write_recipe(given.recipe, given.file)
+    print(f"written: {', '.join(map(str, written))}")
+    if kept:
+        print(f"kept as they were: {', '.join(map(str, kept))}")
     print(f"python {given.file} runs its small task; python {given.file} --help lists its settings")
 
 

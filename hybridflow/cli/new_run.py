@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,8 @@ def recipes_directory() -> Path:
     return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
 
 
-def write_recipe(name: str, target: str) -> list[Path]:
-    """The files that were written: `target`, and those of `recipes/` beside it that are not there yet.
+def write_recipe(name: str, target: str) -> tuple[list[Path], list[Path]]:
+    """The files that were written, `target` and those of `recipes/` beside it, and others that were there and stay.
 
     Errors: ConfigError for an unknown recipe, with the nearest one, and for a file that is there.
     """
@@ -27,18 +28,21 @@ def write_recipe(name: str, target: str) -> list[Path]:
     known = sorted(one.stem for one in source.glob("*.py") if "DEFAULTS" in (text := one.read_text()) and _HOME in text)
     if name not in known:
         raise ConfigError(f"there is no recipe {name!r}.{nearest(name, known)}")
-    if path.suffix != ".py" or path.exists() or not path.parent.is_dir():
+    if path.suffix != ".py" or os.path.lexists(path) or not path.parent.is_dir():
         raise ConfigError(f"{target}: give a new file of Python in a folder that is there, such as my_run.py.")
     text = (source / f"{name}.py").read_text()
     helpers = [path.parent / "recipes" / one for one in sorted(set(_imported(source, text)))]
     if helpers[0].parent.resolve() == source.resolve():
         raise ConfigError(f"{target}: this folder has the recipes themselves. Give another folder.")
-    written = [one for one in helpers if not one.exists()]
+    if os.path.lexists(helpers[0].parent) and not helpers[0].parent.is_dir():
+        raise ConfigError(f"{helpers[0].parent} is there and no folder. Give a file in another folder, or rename it.")
+    kept = [one for one in helpers if os.path.lexists(one)]
+    written = [one for one in helpers if one not in kept]
     helpers[0].parent.mkdir(exist_ok=True)
     for one in written:
         one.write_text((source / one.name).read_text())
     path.write_text(text.replace(_HOME, "parents[0]").replace(f"python recipes/{name}.py", f"python {path.name}"))
-    return [path, *written]
+    return [path, *written], kept
 
 
 def _imported(source: Path, text: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class LMDataset(_TextDataset):
     def __init__(self, records: Any, column: str, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._records, self._column, self._tokenizer, self._max = records, column, tokenizer, max_tokens
         self._section = section_of(max_tokens)
-        self.fingerprint = _fingerprint(records, {column: _check_text})
+        (self.fingerprint,) = _fingerprints(records, {column: _check_text}, [(column,)])
 
     def __len__(self) -> int:
         return len(self._records)
@@ -173,14 +174,25 @@ def _cut(text: str, number: int, count: int) -> str:
 
 class SFTDataset(_TextDataset):
     """Prompts with completions: the response is the completion's tokens and the end token; after chat messages, the
-    tokens that end a turn in the chat template."""
+    tokens that end a turn in the chat template. `others` are completions of `beside`."""
 
-    def __init__(self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int) -> None:
+    def __init__(
+        self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int, *others: str
+    ) -> None:
         self._records, self._prompt, self._completion = records, prompt, completion
         self._tokenizer, self._max = tokenizer, max_tokens
-        self.fingerprint = _fingerprint(records, {prompt: check_prompt, completion: _check_completion})
+        every = (completion, *others)
+        checks = {prompt: check_prompt, **dict.fromkeys(every, _check_completion)}
+        self.fingerprints = _fingerprints(records, checks, [(prompt, one) for one in every])
+        self.fingerprint = self.fingerprints[0]
         self._kept = self._fitting()
         self.filtered = len(records) - len(self._kept)
+
+    def beside(self, completion: str) -> SFTDataset:
+        """The same prompts, which are not read again, with another of the completions."""
+        out = copy(self)
+        out._completion = completion
+        return out
 
     def _fitting(self) -> torch.Tensor:
         kept, at = [], 0
@@ -237,11 +249,11 @@ class PairDataset(_TextDataset):
         max_tokens: int,
         scored: bool,
     ) -> None:
-        room = max_tokens - scored
-        self._sides = [SFTDataset(records, prompt, completion, tokenizer, room) for completion in completions]
-        self._scored, self.filtered = scored, self._sides[0].filtered  # which follows from the prompts
-        joined = "".join(side.fingerprint for side in self._sides)
-        self.fingerprint = hashlib.blake2b(joined.encode(), digest_size=16).hexdigest()
+        chosen, rejected = completions
+        first = SFTDataset(records, prompt, chosen, tokenizer, max_tokens - scored, rejected)
+        self._sides = [first, first.beside(rejected)]
+        self._scored, self.filtered = scored, first.filtered  # which follows from the prompts
+        self.fingerprint = hashlib.blake2b("".join(first.fingerprints).encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return len(self._sides[0])
@@ -310,11 +322,14 @@ def _check_completion(place: str, column: str, completion: Any) -> None:
     _check_text(place, column, _completion_text(completion))
 
 
-def _fingerprint(records: Any, checks: Mapping[str, Callable[[str, str, Any], None]]) -> str:
-    """A hash of these columns of all records, each of them checked. Errors: PromptError naming place and column."""
+def _fingerprints(
+    records: Any, checks: Mapping[str, Callable[[str, str, Any], None]], sides: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """A hash of each side's columns of all records, all checked in one pass. Errors: PromptError naming place and
+    column."""
     if records.columns is not None:
         _has(records.where, records.columns, checks)
-    digest, at = hashlib.blake2b(digest_size=16), 0
+    digests, at = [hashlib.blake2b(digest_size=16) for _ in sides], 0
     for chunk in records.scan(tuple(checks)):
         for row, record in enumerate(chunk, start=at):
             place = records.place(row)
@@ -323,9 +338,11 @@ def _fingerprint(records: Any, checks: Mapping[str, Callable[[str, str, Any], No
             _has(place, record, checks)
             for column, check in checks.items():
                 check(place, column, record[column])
-                digest.update(repr(record[column]).encode())
+            for digest, columns in zip(digests, sides, strict=True):
+                for column in columns:
+                    digest.update(repr(record[column]).encode())
         at += len(chunk)
-    return digest.hexdigest()
+    return [digest.hexdigest() for digest in digests]
 
 
 def _has(place: str, found: Any, columns: Iterable[str]) -> None:

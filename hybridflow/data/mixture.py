@@ -127,6 +127,8 @@ class MixtureSource(PromptSource):
         for name, one in sources.items():
             good = isinstance(name, str) and isinstance(one, PromptSource) and not isinstance(one, MixtureSource)
             require(good, f"Mixture: source {name!r} is a {type(one).__name__}. Give PromptLoaders by name.")
+        good = len({id(one) for one in sources.values()}) == len(sources)
+        require(good, f"Mixture: the sources {sorted(sources)} share a loader; give each a PromptLoader of its own.")
         same: dict[str, Any] = {}
         for setting in _SHARED:
             values = {name: getattr(one, setting) for name, one in sources.items()}
@@ -178,17 +180,35 @@ class MixtureSource(PromptSource):
         return super().state() | {"sources": {n: one.state() | rows[n] for n, one in self.sources.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Weights may differ from those of the saved run. Errors: as a PromptLoader's, naming the source."""
-        super().load_state(state)
-        turns = self._turns.copy()
-        for name, one in self.sources.items():
-            saved = state.get("sources", {}).get(name)
-            try:
-                one.load_state(saved)  # which checks that the data are the same; the loader itself draws no batch
-            except ConfigError as error:
-                raise ConfigError(f"Mixture, source {name!r}: {error}") from error
-            turns.taken[name], turns.credit[name] = saved["rows"], saved["credit"]
+        """Weights may differ from those of the saved run. Errors: as a PromptLoader's, naming the source; then nothing
+        is loaded."""
+        names, own = state.get("names") if isinstance(state, Mapping) else None, sorted(self.sources)
+        if names is not None and names != own:
+            raise ConfigError(f"the saved state is of a Mixture of names={names}, this one has {own}: give the same.")
+        before, turns = {name: one.state() for name, one in self.sources.items()}, self._turns.copy()
+        try:
+            for name, one in self.sources.items():
+                turns.taken[name], turns.credit[name] = self._load_source(name, one, state)
+            super().load_state(state)
+        except ConfigError:
+            for name, one in self.sources.items():
+                one.load_state(before[name])
+            raise
         self._turns = turns
+
+    @staticmethod
+    def _load_source(name: str, source: PromptSource, state: Mapping[str, Any]) -> tuple[int, float]:
+        """Rows drawn and credit of the source; it checks that the data are the same, and itself draws no batch."""
+        found = state.get("sources") if isinstance(state, Mapping) else None
+        saved: Any = found.get(name) if isinstance(found, Mapping) else None
+        try:
+            source.load_state(saved)  # refuses what is not a mapping
+            rows, credit = saved.get("rows"), saved.get("credit")
+            good = type(rows) is int and rows >= 0 and is_number(credit)
+            require(good, f"the saved state has rows={rows!r}, credit={credit!r}: give what state() has given.")
+        except ConfigError as error:
+            raise ConfigError(f"Mixture, source {name!r}: {error}") from error
+        return rows, credit
 
     def _draws(self, batch: int) -> Iterator[list[Any]]:
         turns = self._turns.copy()

@@ -121,7 +121,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._metrics: tuple[Any, ...] = ()
         self._loop: weakref.ref[Generator[Any]] | None = None
-        self._exhausted = False
+        self._exhausted, self._stopped = False, ""
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
         self.restarts = 0
         self.stop: Callable[[], bool] = lambda: False  # of a loop, after an iteration: `hf.Run`
@@ -187,7 +187,8 @@ class Checkpoints:
 
     def _iterate(self, session: Session, loader: Any) -> Iterator[Any]:
         loop = self._batches(session, loader)
-        self._exhausted, self._loop = False, weakref.ref(loop)  # a loop that is left gives the signals back
+        self._exhausted, self._stopped = False, ""
+        self._loop = weakref.ref(loop)  # a loop that is left gives the signals back
         return loop
 
     def _candidates(self, loader: Any) -> list[Path]:
@@ -205,9 +206,9 @@ class Checkpoints:
             if not (found := [chosen] if os.path.lexists(chosen / MANIFEST) else below):
                 raise CheckpointError(f"resume={self._mode!r}: {chosen} is not a checkpoint and has none.")
             return found
-        newest, steps = self.newest, getattr(loader, "steps", None)
-        ended = newest is not None and steps is not None and (step_of(newest) or 0) >= steps
-        if ended and (self.directory / _ENDED).exists():
+        done, steps = step_of(self.newest) if self.newest is not None else None, getattr(loader, "steps", None)
+        mark = (self.directory / _ENDED).read_text().strip() if (self.directory / _ENDED).exists() else ""
+        if mark and done is not None and (mark == f"{done} of {steps}" or (steps is not None and done >= steps)):
             logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
             return []
         return saved_steps(self.directory)
@@ -253,6 +254,7 @@ class Checkpoints:
                             session.raise_deferred()
                             if self.stop():
                                 session.iterations.drain()
+                                self._stopped = f" of {getattr(loader, 'steps', None)}"
                                 break
                         session.raise_deferred()
                     if self._step and self._saved != self._step:
@@ -427,5 +429,5 @@ class Checkpoints:
         ended = self._exhausted and self._replay is None
         if ended and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
             with suppress(OSError):
-                (self.directory / _ENDED).write_text(f"{self._step}\n")
+                (self.directory / _ENDED).write_text(f"{self._step}{self._stopped}\n")
         self._owner.release()

@@ -67,7 +67,7 @@ class Run:
         self.checkpoints = Checkpoints(saved, every=every, keep=keep, best=best, resume=resume, batches=batches)
         self.directory, self.held_out = self.tracker.directory, held_out
         self._samples, self._tokenizer = samples, tokenizer
-        self._stop, self._metrics = stop, deque[tuple[Any, ...]](maxlen=2)
+        self._stop, self._metrics = stop, deque[tuple[int, tuple[Any, ...]]](maxlen=2)  # with the restarts before
         self.checkpoints.stop = self._stops
 
     def loop(self, loader: Any) -> Iterator[Any]:
@@ -87,14 +87,17 @@ class Run:
             found = (*found, self.held_out.after(self.checkpoints.done + 1))
         self.tracker.log(*found)
         self.tracker.samples(batch, every=self._samples, tokenizer=self._tokenizer)
-        self._metrics.append(found)
+        self._metrics.append((self.checkpoints.restarts, found))
         self.checkpoints.step(*found)
 
     def _stops(self) -> bool:
         """By the metrics of the iteration before the last, for which the tracker has waited."""
         if self._stop is None or len(self._metrics) < 2 or Session.current().traces:
             return False
-        found = metric_values(self._metrics[0])
+        restarts, given = self._metrics[0]
+        if restarts < self.checkpoints.restarts:  # the lost hosts had that iteration, which is done again
+            return False
+        found = metric_values(given)
         return bool(self._stop({name: math.nan if value is None else value for name, value in found.items()}))
 
     def finish(self) -> None:

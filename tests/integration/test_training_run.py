@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HostLostError
+from recipes.small_model import SmallModel
 
 
 class Loader:
@@ -133,10 +134,23 @@ def test_held_out_prompts_are_those_of_a_file_or_a_batch(tmp_path):
     assert held_out.after(2).get() == {}
     assert held_out.after(3).get() == {"held_out/reward": 0.5}
     assert list(asked[0]["answer"]) == [{"x": 1}, {"x": 2}]
+    SmallModel(characters="abq+1= ").tokenizer().save_pretrained(tmp_path / "model")
+    kind: dict[str, Any] = {"prompt": "question", "tokenizer": str(tmp_path / "model"), "max_prompt_tokens": 9}
+    held_out = hf.HeldOut(actor, reward, file, options=kind)  # type: ignore[arg-type]
+    assert len(held_out.prompts["prompt_ids"]) == 2
+    with pytest.raises(ConfigError, match=r"toknizer.*tokenizer"):
+        hf.HeldOut(actor, reward, file, options={"toknizer": "x"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="every=-1: give iterations"):
         hf.HeldOut(actor, reward, asked[0], every=-1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"evry.*every"):
         hf.HeldOut(actor, reward, asked[0], evry=1)  # type: ignore[call-arg, arg-type]
+
+
+def test_held_out_texts_do_not_stay_with_the_hosts_that_a_run_may_lose():
+    texts = hf.Batch({"prompt_ids": [[1]], "response_ids": [[2, 3]]})
+    held_out = hf.HeldOutLoss(lambda batch: hf.BatchRef.from_batch(texts), hf.BatchRef.from_batch(texts), "sft")
+    assert isinstance(held_out.texts, hf.Batch)
+    assert held_out.texts.select("prompt_ids", "response_ids").equal(texts)
 
 
 def test_a_run_stops_by_a_metric_as_if_the_loader_had_ended(tmp_path):
@@ -155,3 +169,34 @@ def test_a_run_stops_by_a_metric_as_if_the_loader_had_ended(tmp_path):
     assert run.checkpoints.newest is not None
     assert run.checkpoints.newest.name == "step-00000004"
     assert len(lines(tmp_path / "run")) == 4
+
+
+def test_the_metrics_of_an_iteration_that_lost_its_host_stop_nothing(tmp_path, monkeypatch):
+    class Lost:
+        def get(self) -> dict[str, float]:
+            raise HostLostError("the host of actor rank 0 is gone")
+
+    seen: list[float] = []
+    run = make(tmp_path / "run", None, every=None, stop=lambda metrics: bool(seen.append(metrics["loss"])))
+    monkeypatch.setattr(run.tracker, "log", lambda *metrics: None)  # it belongs to the driver that was restarted
+    for batch in run.loop(Loader(6)):
+        lost = run.checkpoints.done == 2
+        run.step(batch, Lost() if lost else {"loss": float(run.checkpoints.done)})
+        run.checkpoints.restarts += lost
+    assert seen == [0.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(("steps", "continues"), [(6, False), (9, True)])
+def test_a_run_that_was_stopped_by_a_metric_has_ended(tmp_path, cluster, caplog, steps, continues):
+    for limit in (6, steps):
+        run = make(tmp_path / "run", None, stop=lambda metrics: metrics["loss"] < 0.4)
+        loader, done = Loader(limit), []
+        for batch in run.loop(loader):
+            run.step(batch, {"loss": 1.0 / (1 + run.checkpoints.done)})
+            done.append(run.checkpoints.done)
+        run.finish()
+        run.checkpoints._end()  # as the session does
+        cluster.parts.clear()
+        cluster.iterations.done_before = 0
+    assert done[0] == (5 if continues else 1)
+    assert ("this run has ended" in caplog.text) != continues

@@ -33,7 +33,11 @@ def test_a_recipe_is_written_with_what_it_imports(tmp_path, capsys, monkeypatch)
     assert "python my_run.py --help lists its settings" in capsys.readouterr().out
     assert {one.name for one in (tmp_path / "recipes").iterdir()} == HELPERS
     (tmp_path / "recipes" / "task.py").write_text("# mine\n" + (tmp_path / "recipes" / "task.py").read_text())
-    written = write_recipe("sft", "other.py")
+    written, kept = write_recipe("sft", "other.py")
+    assert "task.py" not in {one.name for one in written}
+    assert Path("recipes/settings.py") in kept
+    assert main(["new", "ppo", "third.py"]) == 0
+    assert "kept as they were: recipes/" in capsys.readouterr().out
     assert [one.name for one in written] == ["other.py", "texts.py"]
     assert (tmp_path / "recipes" / "task.py").read_text().startswith("# mine\n")
     assert "clip=0.2" in run(tmp_path, str(ROOT), "my_run.py", "--help")
@@ -56,6 +60,17 @@ def test_wrong_requests_are_refused(tmp_path, monkeypatch, name, target, message
     with pytest.raises(ConfigError, match=message):
         write_recipe(name, target)
     assert [one.name for one in tmp_path.iterdir()] == ["there.py"]
+
+
+def test_what_is_in_the_way_is_left_alone(tmp_path):
+    (tmp_path / "link.py").symlink_to(tmp_path / "outside.py")
+    with pytest.raises(ConfigError, match="give a new file"):
+        write_recipe("grpo", str(tmp_path / "link.py"))
+    assert not (tmp_path / "outside.py").exists()
+    (tmp_path / "recipes").write_text("mine")
+    with pytest.raises(ConfigError, match="recipes is there and no folder"):
+        write_recipe("grpo", str(tmp_path / "a.py"))
+    assert not (tmp_path / "a.py").exists()
 
 
 @pytest.mark.slow

@@ -25,6 +25,18 @@ class LogitEdits:
     sampling: Sampling
     bad_words: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def reads(self) -> bool:
+        """Whether they depend on the tokens so far."""
+        one = self.sampling
+        penalties = one.repetition_penalty != 1.0 or one.frequency_penalty or one.presence_penalty
+        return bool(penalties or self.bad_words)
+
+    @property
+    def changes(self) -> bool:
+        """Whether `edit` does something."""
+        return self.reads or bool(self.sampling.logit_bias)
+
     @classmethod
     def of(cls, sampling: Sampling, tokenizer: Tokenizer | None) -> LogitEdits:
         """A word is banned where it begins a text and, if it then has as many tokens, after a space, as in vLLM."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -42,11 +43,11 @@ class PolicySampler(Sampler):
         self.streams: dict[str, tuple[int, int]] = {}
         self.known: int | None = None
         self.edits: dict[str, LogitEdits] = {}
-        self._drawn: dict[str, dict[int, int]] = {}  # of requests with edits, by the token's position
+        self._ids: dict[str, NDArray[np.int32]] = {}  # of requests whose edits read them, with room for more
 
     def forget(self, name: str) -> None:
         """The request has left vLLM's scheduler."""
-        for known in (self.streams, self.edits, self._drawn):
+        for known in (self.streams, self.edits, self._ids):
             known.pop(name, None)
 
     def sample(
@@ -55,24 +56,27 @@ class PolicySampler(Sampler):
         """`logits` [B, V] float32 -> tokens [B] int64 and log-probabilities [B, V] float32 they were drawn with."""
         del logprobs_mode_override
         edited = self._edits(len(logits))
-        drawn_BV = self._edited(logits, edited)
+        rows = torch.tensor([row for row, edits in edited if edits.changes], device=logits.device, dtype=torch.int64)
+        own_EV = self._edited(logits[rows], edited) if len(rows) else None
         if sampling_metadata.all_greedy:
             logp_BV = logits.log_softmax(-1)
-            return self._noted(self.greedy_sample(self._sampled(drawn_BV)), edited), logp_BV
+            if own_EV is not None:
+                logits[rows] = own_EV
+            return self._noted(self.greedy_sample(self._sampled(logits)), edited), logp_BV
         temperature = sampling_metadata.temperature
         assert temperature is not None
         logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
         logp_BV = logits.log_softmax(-1)
-        if edited:
-            drawn_BV = self.apply_temperature(drawn_BV, temperature, sampling_metadata.all_random)
-        kept_BV = self._sampled(drawn_BV)
+        if own_EV is not None:
+            logits[rows] = self.apply_temperature(own_EV, temperature[rows], sampling_metadata.all_random)
+        kept_BV = self._sampled(logits)
         greedy_B = None if sampling_metadata.all_random else self.greedy_sample(kept_BV)
         for row, edits in edited:
             edits.truncate(kept_BV[row])
         if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
-            rows = [row for row, _ in edited]
-            own_BV, kept_BV = kept_BV[rows], self._sampled(logp_BV.clone())
-            kept_BV[rows] = own_BV.log_softmax(-1)
+            every = [row for row, _ in edited]
+            own_BV, kept_BV = kept_BV[every], self._sampled(logp_BV.clone())
+            kept_BV[every] = own_BV.log_softmax(-1)
             kept_BV = apply_top_k_top_p(kept_BV, sampling_metadata.top_k, sampling_metadata.top_p)
         drawn_B = gumbel_argmax(kept_BV, self._seeds(len(logits)))
         if greedy_B is not None:
@@ -85,22 +89,29 @@ class PolicySampler(Sampler):
         return [(row, self.edits[name]) for row, name in enumerate(names) if name in self.edits]
 
     def _edited(self, logits: Tensor, edited: list[tuple[int, LogitEdits]]) -> Tensor:
-        """`logits` [B, V] with the edits of these rows, in a copy if there are any."""
-        batch, out = self._runner.input_batch, logits.clone() if edited else logits
-        for row, edits in edited:
-            name, prompt = batch.req_ids[row], self.streams[batch.req_ids[row]][1]
-            ids = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].copy()
-            for at in np.flatnonzero(ids < 0):  # vLLM schedules ahead of the device, and has not read these yet
-                ids[at] = self._drawn[name][int(at)]
-            edits.edit(out[row], ids[:prompt], ids[prompt:])
-        return out
+        """`logits` [E, V] of the rows whose logits change, in place."""
+        batch = self._runner.input_batch
+        for logits_V, (row, edits) in zip(logits, [one for one in edited if one[1].changes], strict=True):
+            name, ids = batch.req_ids[row], np.empty(0, np.int32)
+            if edits.reads:
+                count = int(batch.num_tokens_no_spec[row])
+                if name not in self._ids:
+                    self._ids[name] = batch.token_ids_cpu[row, :count].copy()
+                ids = self._ids[name][:count]
+            prompt = self.streams[name][1]
+            edits.edit(logits_V, ids[:prompt], ids[prompt:])
+        return logits
 
     def _noted(self, tokens: Tensor, edited: list[tuple[int, LogitEdits]]) -> Tensor:
-        """`tokens` [B], of which those of rows with edits are read: the next draw depends on them."""
-        if edited:
-            batch, rows = self._runner.input_batch, [row for row, _ in edited]
+        """`tokens` [B], of which those that the next draw depends on are read here: vLLM schedules ahead of the device,
+        and its batch has -1 in their places."""
+        if rows := [row for row, edits in edited if edits.reads]:
+            batch = self._runner.input_batch
             for row, token in zip(rows, tokens[rows].tolist(), strict=True):
-                self._drawn.setdefault(batch.req_ids[row], {})[int(batch.num_tokens_no_spec[row])] = token
+                ids, at = self._ids[batch.req_ids[row]], int(batch.num_tokens_no_spec[row])
+                if at >= len(ids):
+                    self._ids[batch.req_ids[row]] = ids = np.concatenate([ids, np.full(max(256, at), -1, ids.dtype)])
+                ids[at] = token
         return tokens
 
     def _sampled(self, logits: Tensor) -> Tensor:

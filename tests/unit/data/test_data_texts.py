@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import time
@@ -102,6 +103,26 @@ def test_of_pairs_the_completion_and_the_end_are_learned():
     source = TextSource(records, tokenizer=make(), max_tokens=6, **kind)
     assert source.filtered == 1
     assert rows(source) == [found[0], found[0]]
+
+
+def test_both_completions_of_a_preference_share_one_pass(monkeypatch, caplog):
+    asked: list[str] = []
+    lengths = Tokenizer.lengths
+
+    def counted(self: Tokenizer, prompts: list[Any], *where: Any) -> Any:
+        asked.extend(prompts)
+        return lengths(self, prompts, *where)
+
+    monkeypatch.setattr(Tokenizer, "lengths", counted)
+    records = [{"q": "1+2=", "a": "3", "b": "4"}, {"q": "10+20=", "a": "30", "b": "31"}]
+    kind: dict[str, Any] = {"prompt": "q", "batch_size": 1, "max_tokens": 6, "tokenizer": make()}
+    source = TextSource(records, completion=("a", "b"), **kind)
+    assert asked == ["1+2=", "10+20="]
+    assert caplog.text.count("are left out") == 1
+    assert rows(source) == [(ids("1+2="), [*ids("3"), END]), (ids("1+2="), [*ids("4"), END])]
+    sides = [TextSource(records, completion=one, **kind).state()["fingerprint"] for one in "ab"]
+    joined = hashlib.blake2b("".join(sides).encode(), digest_size=16)
+    assert source.state()["fingerprint"] == joined.hexdigest()
 
 
 def test_pairs_may_be_messages():

@@ -129,6 +129,7 @@ def test_columns_that_differ_are_refused_or_filled_as_asked():
     [
         (lambda: MixtureSource({}), "give loaders by name"),
         (lambda: MixtureSource({"a": [1]}), "source 'a' is a list. Give PromptLoaders by name"),
+        (lambda: MixtureSource(dict.fromkeys("ab", loader("math"))), "share a loader; give each"),
         (lambda: MixtureSource({"a": mixture()}), "source 'a' is a MixtureSource"),
         (
             lambda: MixtureSource({"a": loader("math"), "b": loader("code", batch_size=4)}),
@@ -152,10 +153,33 @@ def test_a_state_of_other_data_is_refused_by_the_name_of_its_source():
     other = MixtureSource({"math": loader("math"), "code": loader("code", rows=5)})
     with pytest.raises(ConfigError, match="Mixture, source 'code': the saved state has prompts=37"):
         other.load_state(state)
-    with pytest.raises(ConfigError, match="names="):
+    with pytest.raises(ConfigError, match="names=") as caught:
         mixture().load_state(state)
+    assert "allow_changed" not in str(caught.value)
     with pytest.raises(ConfigError, match="is a NoneType"):
         mixture(names=("math", "code")).load_state({k: v for k, v in state.items() if k != "sources"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda sources: None,
+        lambda sources: [sources],
+        lambda sources: sources | {"math": None},
+        lambda sources: sources | {"math": {k: v for k, v in sources["math"].items() if k != "rows"}},
+        lambda sources: sources | {"math": sources["math"] | {"credit": "x"}},
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage):
+    used, fresh = mixture(names=("code", "math")), mixture(names=("code", "math"))
+    batches = iter(used)
+    next(batches)
+    before, saved = fresh.state(), used.state()
+    with pytest.raises(ConfigError, match=r"Mixture, source '(code|math)': the saved state"):
+        fresh.load_state(saved | {"sources": damage(saved["sources"])})
+    assert fresh.state() == before
+    fresh.load_state(saved)
+    assert next(iter(fresh)).equal(next(batches))
 
 
 def right(completions: list[str], answer: list[str]) -> list[float]:

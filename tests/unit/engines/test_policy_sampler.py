@@ -1,0 +1,75 @@
+"""Edits of draws cost what they read: tokens only where a penalty or a bad word depends on them, each once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.config import Sampling
+from hybridflow.engines.vllm.logit_edits import LogitEdits
+
+VOCABULARY = 700
+
+
+class Ids:
+    """vLLM's ids of a batch, which stay -1 for tokens that are drawn ahead; counts what is read."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.ids, self.read = np.full((2, 2048), -1, np.int32), 0
+        self.ids[:, : len(prompt)] = prompt
+
+    def __getitem__(self, key: Any) -> Any:
+        found = self.ids[key]
+        self.read += found.size
+        return found
+
+
+def draws(sampling: Sampling, steps: int, words: tuple[tuple[int, ...], ...] = ()) -> tuple[list[list[int]], int]:
+    """Greedy tokens of two rows with the same logits, only the second with edits, and the number of ids read."""
+    from hybridflow.engines.vllm.sampler import PolicySampler
+
+    ids, counts = Ids([1, 2, 3]), np.array([3, 3])
+    batch = SimpleNamespace(req_ids=["plain", "edited"], token_ids_cpu=ids, num_tokens_no_spec=counts)
+    sampler = PolicySampler(SimpleNamespace(input_batch=batch))
+    sampler.streams = dict.fromkeys(batch.req_ids, (0, 3))
+    sampler.edits["edited"] = LogitEdits(sampling, words)
+    found = []
+    for _ in range(steps):
+        logits = torch.arange(VOCABULARY, 0, -1).float().repeat(2, 1)
+        metadata = SimpleNamespace(all_greedy=True)
+        tokens, logp = sampler.sample(logits, metadata)  # type: ignore[arg-type]
+        assert logp[0].equal(logp[1])
+        found.append(tokens.tolist())
+        counts += 1
+    return found, ids.read
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "read"),
+    [
+        ({"presence_penalty": 2.0, "frequency_penalty": 2.0}, None, 3),
+        ({"min_p": 0.5}, 0, 0),
+        ({"logit_bias": {5: 1000.0}}, 5, 0),
+    ],
+)
+def test_a_token_is_read_once_and_only_where_edits_depend_on_it(options, expected, read):
+    found, seen = draws(Sampling(**options), 400)
+    assert seen == read
+    assert {plain for plain, _ in found} == {0}
+    edited = [token for _, token in found]
+    if expected is not None:
+        assert set(edited) == {expected}
+        return
+    said = np.zeros(VOCABULARY)
+    for token in edited:
+        assert token == int(np.argmax(np.arange(VOCABULARY, 0, -1) - 2.0 * said - 2.0 * (said > 0)))
+        said[token] += 1
+
+
+def test_a_bad_word_is_never_completed():
+    found, _ = draws(Sampling(), 5, ((0, 0),))
+    assert [token for _, token in found] == [0, 1, 0, 1, 0]
