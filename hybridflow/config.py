@@ -370,10 +370,14 @@ class Sampling:
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
 
     @property
+    def penalties(self) -> bool:
+        """Whether tokens that were drawn change later draws."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
     def edits(self) -> bool:
         """Whether draws follow edited logits, or `min_p`."""
-        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalties or self.min_p or self.bad_words or self.logit_bias)
+        return bool(self.penalties or self.min_p or self.bad_words or self.logit_bias)
 
     @property
     def longest(self) -> int:

@@ -28,9 +28,7 @@ class LogitEdits:
     @property
     def reads(self) -> bool:
         """Whether they depend on the tokens so far."""
-        one = self.sampling
-        penalties = one.repetition_penalty != 1.0 or one.frequency_penalty or one.presence_penalty
-        return bool(penalties or self.bad_words)
+        return self.sampling.penalties or bool(self.bad_words)
 
     @property
     def changes(self) -> bool:
