@@ -54,6 +54,8 @@ class HeldOut:
     ) -> None:
         require(type(every) is int and every >= 0, f"every={every!r}: give iterations, or 0 for none in between.")
         self.actor, self.reward, self.every, self.name, self.column = actor, reward, every, name, column
+        ready = isinstance(prompts, Batch | PromptSource)
+        require(not (ready and options), f"HeldOut(options={options!r}): they are for a file; these prompts are read.")
         if not isinstance(prompts, Batch):
             given: dict[str, Any] = {"batch_size": 1} | (options or {})
             found = prompts if isinstance(prompts, PromptSource) else PromptSource(prompts, **given)

@@ -140,6 +140,8 @@ def test_held_out_prompts_are_those_of_a_file_or_a_batch(tmp_path):
     assert len(held_out.prompts["prompt_ids"]) == 2
     with pytest.raises(ConfigError, match=r"toknizer.*tokenizer"):
         hf.HeldOut(actor, reward, file, options={"toknizer": "x"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="these prompts are read"):
+        hf.HeldOut(actor, reward, asked[0], options={"prompt": "question"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="every=-1: give iterations"):
         hf.HeldOut(actor, reward, asked[0], every=-1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"evry.*every"):
