@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,14 @@ def expected_faults() -> Callable[[], list[str]]:
     log = Path(os.environ["EMULATED_LOG"])
     start = log.stat().st_size
     return lambda: [line for line in log.read_text()[start:].splitlines() if not line.startswith(" ")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo) -> Any:
+    """The frames of a test that failed let go of their tensors: one failure does not lead to the next."""
+    report = yield
+    error = call.excinfo and call.excinfo.value
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    return report
