@@ -210,7 +210,7 @@ class _VocabParallel(torch.autograd.Function):
         d_NV, chosen_N1 = torch.empty_like(logits_NV), torch.where(inside_N, d_log_probs_N, 0.0)[:, None]
         for at in _blocks(logits_NV):
             p_nV = _shifted(logits_NV, peak_N1, ctx.temperature, at).exp_().div_(total_N[at, None])
-            d_nV = p_nV * -d_log_probs_N[at, None]
+            d_nV = torch.mul(p_nV, -d_log_probs_N[at, None], out=None if ctx.entropy else p_nV)
             if logits_NV.shape[1]:
                 d_nV.scatter_(1, column_N1[at], d_nV.gather(1, column_N1[at]) + chosen_N1[at])
             if ctx.entropy:
@@ -228,5 +228,5 @@ def _blocks(logits_NV: Tensor) -> list[slice]:
 
 def _shifted(logits_NV: Tensor, peak_N1: Tensor, temperature: float, at: slice) -> Tensor:
     """[n, V] float32: (logits - peak) / temperature."""
-    x_nV = logits_NV[at].float() - peak_N1[at]
+    x_nV = logits_NV[at] - peak_N1[at]  # float32 in one pass, as the peak is
     return x_nV if temperature == 1.0 else x_nV.div_(temperature)

@@ -95,7 +95,7 @@ class _SwiGLU(torch.autograd.Function):
         d_fused = torch.empty_like(fused)
         d_gate, d_up = d_fused.chunk(2, -1)
         torch.mul(F.silu(gate), d, out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
+        torch.ops.aten.silu_backward.grad_input(d * up, gate, grad_input=d_gate)
         return d_fused
 
 
