@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ConfigError, HybridFlowError
+
+if TYPE_CHECKING:
+    from hybridflow.cli.doctor import Finding
 
 _ROLE_MODEL = re.compile(r"(?P<role>[A-Za-z_]\w*)\.model=(?P<model>.*)")
 _INTERRUPTED = 130  # a shell's status for a program ended by Ctrl-C
@@ -85,13 +88,12 @@ def _add_commands(commands: Any) -> None:
     add("--dtype", help="float32, bfloat16 or float16 (default: that of the files that the model came from)")
 
     meaning = "check that this machine can run hybridflow, and say what to do where it cannot"
-    more = (
-        "Checks versions, devices, memory, /dev/shm and RAY_ADDRESS, and trains a tiny model. With MODEL_DIR it says "
-        "instead what was understood of a model's directory, and what would be refused."
-    )
+    more = "Checks this machine and trains a tiny model; or examines MODEL_DIR; or all machines of RAY_ADDRESS."
     add = command(_doctor, "doctor takes one directory", meaning, more)
     add("model", nargs="?", metavar="MODEL_DIR", help="a Hugging Face directory")
     add("--no-run", action="store_true", help="leave out the tiny model, which takes most of the time")
+    add("--cluster", action="store_true", help="check all machines of a Ray cluster, and their connections")
+    add("--shared", metavar="DIR", help="with --cluster: a directory that all machines are meant to have")
 
     meaning = "a run's calls on every device over time, for ui.perfetto.dev"
     more = "Writes the events of a run as a Chrome trace, and says what limits its iterations."
@@ -177,18 +179,31 @@ def _run(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    from hybridflow.cli.doctor import examine
-
-    if given.model is not None:
-        from hybridflow.cli.model_report import examine_model
-
+    if given.cluster and given.model is not None:
+        raise ConfigError("doctor looks at a model's directory or at a --cluster: give one of them.")
+    if given.shared is not None and not given.cluster:
+        raise ConfigError("--shared DIR is what the machines of a --cluster have in common: give both.")
     wrong = 0
-    for finding in examine(not given.no_run) if given.model is None else examine_model(Path(given.model)):
+    for finding in _findings(given):
         print(finding, flush=True)
         wrong += bool(finding.cure)
     if wrong and given.model is None:
         raise ConfigError(f"{wrong} of the checks failed: the lines above say what to do.")
     return min(1, wrong)
+
+
+def _findings(given: argparse.Namespace) -> Iterator[Finding]:
+    if given.cluster:
+        from hybridflow.cli.cluster_report import examine_cluster
+
+        return examine_cluster(os.environ.get("RAY_ADDRESS") or "auto", given.shared)
+    if given.model is not None:
+        from hybridflow.cli.model_report import examine_model
+
+        return examine_model(Path(given.model))
+    from hybridflow.cli.doctor import examine
+
+    return examine(not given.no_run)
 
 
 def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -26,6 +26,8 @@ from hybridflow.cluster.cuda_driver import cuda_problem
 from hybridflow.engines.host_memory import available, capacity
 
 _ANSWER_SECONDS, _IMPORT_SECONDS, _TEST_SECONDS = 5.0, 120.0, 900.0  # vLLM compiles for minutes on new GPUs
+_OWN_CLUSTER = ("", "local")  # RAY_ADDRESS of a run that starts a cluster of its own
+_MESSAGE_BYTES = 256 * 2**20
 _STORE_SHARE, _STORE_BYTES = 0.3, 10e9  # Ray's object store: of the available memory; above this it takes what fits
 _LEAST_FREE = 0.25  # of the memory of the machine or of a device
 _IMPORTED = ("torch", "transformers", "megatron.core", "ray", "vllm")
@@ -71,7 +73,7 @@ def examine(run: bool = True) -> Iterator[Finding]:
     yield versions()
     yield from devices()
     yield memory()
-    yield shared_memory()
+    yield shared_memory(store=os.environ.get("RAY_ADDRESS", "") in _OWN_CLUSTER)
     yield ray_address()
     loads = imports()
     yield loads
@@ -190,14 +192,16 @@ def _resident(processes: Path) -> Iterator[tuple[int, int, str]]:
                 yield int((entry / "statm").read_text().split()[1]) * page, int(entry.name), name
 
 
-def shared_memory(directory: str = "/dev/shm") -> Finding:
-    """Room for Ray's object store, which is otherwise on the disk, and for messages between ranks."""
+def shared_memory(directory: str = "/dev/shm", store: bool = True) -> Finding:
+    """Room for messages between ranks, and for Ray's object `store`, which is otherwise on the disk: that of a cluster
+    that runs has its room already."""
     if not Path(directory).is_dir():
         return Finding("shared memory", f"there is no {directory}", f"Mount a tmpfs at {directory}.")
     use = shutil.disk_usage(directory)
-    needed = min(_STORE_SHARE * (available() or use.total), _STORE_BYTES)
+    needed = min(_STORE_SHARE * (available() or use.total), _STORE_BYTES) if store else _MESSAGE_BYTES
     cure = (
-        f"Ray's object store takes {_gib(needed)} here, or a slow disk: remove what killed programs left in "
+        f"{'The object store of Ray takes' if store else 'Messages between ranks take'} {_gib(needed)} here, or a slow "
+        f"disk: remove what killed programs left in "
         f"{directory}, remount it larger, or start the container with --shm-size={int(needed / 2**30) + 1}g."
     )
     return Finding("shared memory", f"{_gib(use.free)} of {_gib(use.total)} free", cure if use.free < needed else "")
@@ -209,7 +213,7 @@ def shared_memory(directory: str = "/dev/shm") -> Finding:
 def ray_address(environment: Mapping[str, str] = os.environ) -> Finding:
     """Whether a cluster answers where the environment says that one is."""
     address = named = environment.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
+    if address in _OWN_CLUSTER:
         return Finding("ray address", "none: a run starts a cluster of its own")
     if address == "auto":
         with suppress(OSError):

@@ -389,3 +389,17 @@ def test_a_driver_is_a_guest_on_an_existing_cluster(existing_cluster, tmp_path):
     assert until(lambda: not of_session(name), GONE_WITHIN), [command(pid) for pid in of_session(name)]
     assert [path.name for path in Path("/dev/shm").iterdir() if name in path.name] == []
     assert head.poll() is None
+
+
+def test_a_cluster_is_examined_and_left_as_it_was(existing_cluster, tmp_path):
+    address, head = existing_cluster
+    command = [sys.executable, "-m", "hybridflow", "doctor", "--cluster", "--shared", str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert any("4 of 4 CPUs free" in line for line in said)
+    assert any(line.endswith(f"{tmp_path} is shared with this machine") for line in said)
+    assert list(tmp_path.iterdir()) == []
+    assert head.poll() is None

@@ -40,6 +40,35 @@ def test_machines_need_not_know_their_names(tmp_path, names):
     assert "[(6.0, 'node1'), (6.0, 'node2')]" in done.stdout, done.stdout[-4000:]
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Machines]:
+    with Machines(tmp_path_factory.mktemp("pair"), 2, "debian") as machines:
+        yield machines
+
+
+def examined(machines: Machines, shared: str) -> tuple[int, list[str]]:
+    done = machines.run(1, ["python", "-m", "hybridflow", "doctor", "--cluster", "--shared", shared], timeout=120)
+    return done.returncode, [" ".join(line.split()) for line in done.stdout.splitlines()]
+
+
+def test_machines_are_examined(pair):
+    status, said = examined(pair, str(pair.shared))
+    assert status == 0, said
+    for name, address in (("node1", "10.77.0.1"), ("node2", "10.77.0.2")):
+        assert f"ok {name} {address}, 2 of 2 CPUs free" in said
+        assert f"ok {name} name: {name} is 127.0.1.1 there" in said
+        assert f"ok {name} connections to 1 others" in said
+        assert f"ok {name} {pair.shared} is shared with this machine" in said
+    assert not [path for path in pair.shared.iterdir() if "doctor" in path.name]
+
+
+def test_a_directory_of_one_machine_is_named(pair):
+    status, said = examined(pair, "/tmp")
+    assert status != 0
+    assert "ok node1 /tmp is shared with this machine" in said
+    assert "FAIL node2 /tmp is not shared with this machine" in said
+
+
 class Runs:
     """Runs of `resuming_driver.py` on machine 1 of a cluster, in directories that all machines share."""
 
