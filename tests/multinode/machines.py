@@ -36,11 +36,12 @@ def missing() -> str:
 @dataclass
 class Machines:
     """Machines 1 to `count`, whose processes see `shared` at the same path. `names` says how host names resolve:
-    "good", "debian" (the own one is 127.0.1.1) or "none"."""
+    "good", "debian" (the own one is 127.0.1.1) or "none". `joined`: Ray runs on them, as one cluster."""
 
     shared: Path
     count: int
     names: str = "good"
+    joined: bool = True
     mark: str = field(default_factory=lambda: f"hf{os.getpid() % 10000}")
     _inits: dict[int, tuple[subprocess.Popen, int]] = field(default_factory=dict)
 
@@ -91,6 +92,8 @@ class Machines:
         assert outer.stdout.readline() == b"up\n", f"machine {number} did not start"
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         self._inits[number] = outer, int(children[0])
+        if not self.joined:
+            return
         settings = ["--num-cpus=2", "--object-store-memory=150000000", "--disable-usage-stats"]
         where = ["--head", f"--node-ip-address={NETWORK}.1", f"--port={PORT}", "--include-dashboard=false"]
         joins = where if number == 1 else [f"--address={self.address}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,47 @@ def test_a_directory_of_one_machine_is_named(pair):
     assert status != 0
     assert "ok node1 /tmp is shared with this machine" in said
     assert "FAIL node2 /tmp is not shared with this machine" in said
+
+
+# Runs a command on the machines of an allocation, through files that the test reads: what `srun` does with a network.
+SRUN = """#!/usr/bin/env python
+import json, os, signal, sys, time
+from pathlib import Path
+words = sys.argv[1:]
+options = [words.pop(0) for _ in range(next(at for at, word in enumerate(words) if not word.startswith("-")))]
+assert options == ["--nodes=1", "--ntasks-per-node=1", "--exclude=node1", "--overlap"], options
+asked = Path(os.environ["SHARED"], "asked")
+asked.with_suffix(".new").write_text(json.dumps([words, {n: v for n, v in os.environ.items() if n.startswith("RAY_")}]))
+signal.signal(signal.SIGTERM, lambda *_: (asked.with_suffix(".over").touch(), sys.exit(143)))
+asked.with_suffix(".new").rename(asked)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_the_script_for_slurm_runs_a_driver_on_two_machines(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    (tmp_path / "slurm.sh").write_text(page.partition("### SLURM")[2].partition("```bash\n")[2].partition("```")[0])
+    (tmp_path / "driver.py").write_text(COLLECTIVE)
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    with Machines(tmp_path, 2, joined=False) as machines:
+        path = f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        allocation = {"SLURM_NNODES": "2", "SLURMD_NODENAME": "node1", "SHARED": str(tmp_path), "PATH": path}
+        written = tmp_path / "output"
+        with written.open("w") as output:
+            command = machines.command(1, ["bash", "slurm.sh", "driver.py"], **allocation)
+            script = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while not (tmp_path / "asked").exists():
+            assert script.poll() is None, written.read_text()
+            time.sleep(0.2)
+        words, variables = json.loads((tmp_path / "asked").read_text())
+        other = subprocess.Popen(machines.command(2, words, **variables), stdout=subprocess.DEVNULL)
+        assert script.wait(90) == 0, written.read_text()
+        assert (tmp_path / "asked.over").exists()  # the script has ended the step
+        other.terminate()
+        other.wait(30)
+    assert "[(6.0, 'node1'), (6.0, 'node2')]" in written.read_text()
 
 
 class Runs:
