@@ -27,6 +27,7 @@ from hybridflow.models.hf_spec import use_of
 from hybridflow.protocols.operation import kind_of
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
+from hybridflow.tracking import run_lock  # noqa: F401  released behind a session that is open at the end
 from hybridflow.workers.placing import check_memory, ranks_on
 from hybridflow.workers.worker import Worker
 

@@ -25,8 +25,7 @@ _MISSED = 3  # beats of a process that has ended, or whose machine has
 class RunLock:
     """The lock at `path` for this process, which may take it several times; errors begin with `what`.
 
-    A file system that refuses the lock's file, such as a full or read-only one, does not stop a run: what is written
-    there fails with an error of its own.
+    A full or read-only file system does not stop a run here: what is written there fails with an error of its own.
     """
 
     _held: ClassVar[dict[Path, _Held]] = {}
@@ -58,10 +57,11 @@ class RunLock:
         self._mine = False
 
 
-@atexit.register  # after a session that is open at the end: it was registered later
+@atexit.register  # after a session that is open at the end, as the driver's functions import this module
 def _release_all() -> None:
-    for held in [held for held in RunLock._held.values() if held.pid == os.getpid()]:
-        held.close()
+    while RunLock._held:
+        if (held := RunLock._held.popitem()[1]).pid == os.getpid():
+            held.close()
 
 
 class _Held:

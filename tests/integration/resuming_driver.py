@@ -84,7 +84,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
     own_cluster = None if "RAY_ADDRESS" in os.environ else 6
-    hf.init(devices=own_cluster, peer_timeout=float(options.get("peers", 4 * deadline)), collective_timeout=deadline)
+    waits = {"peer_timeout": float(options.get("peers", 4 * deadline)), "collective_timeout": deadline}
+    hf.init(devices=own_cluster, wait_for_devices=float(options.get("wait", 0)), **waits)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     elastic = "elastic" in options
     pool = hf.ResourcePool([3] if elastic else devices, nodes=options["at"].split("+") if "at" in options else ())
@@ -124,10 +125,21 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     elif streams:
         source = hf.stream(loader, rollout, **bounds)
 
+    def at(phase: str, *before: Any) -> None:
+        """In `phase` of iteration 3, once: the machine that is then lost is stopped before the driver goes on."""
+        if checkpoints.done == 2 and phase == options.get("phase"):
+            del options["phase"]
+            _ = [part.get() for part in before]
+            print("phase", phase, flush=True)
+            while not (run / "stopped").exists():
+                time.sleep(0.05)
+
     def loop() -> None:
         for batch in checkpoints.resume(source):
             print("nodes", *(host.node_name for host in (where or own).hosts), flush=True)
             print(f"iteration {checkpoints.done + 1} at {time.time():.2f}", flush=True)
+            at("idle")
+            at("generate")
             if not streams:
                 batch = rollout.generate_sequences(batch, n=2)
             batch |= actor.compute_log_prob(batch)
@@ -136,14 +148,18 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
             if critic is not None:
                 batch |= critic.compute_values(batch)
                 batch |= hf.compute_advantage(batch, "gae", kl_coef=kl)
+                at("update", batch)
                 learned = [critic.update_critic(batch, minibatches=2), actor.update_actor(batch, minibatches=2)]
             else:
                 batch |= hf.compute_advantage(batch, "grpo")
+                at("update", batch)
                 learned = [actor.update_actor(batch, kl_coef=0.02, minibatches=2)]
             if apart and not elastic:
+                at("sync", *learned)
                 hf.sync_weights(actor, rollout)
             metrics = batch.metrics()
             tracker.log(metrics, *learned)
+            at("save", *learned)
             checkpoints.step(metrics)
             if "record" in options:
                 names = ["prompt_ids", "response_ids", "log_probs", "old_log_probs", "advantages"]

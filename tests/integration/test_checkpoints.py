@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -438,3 +439,32 @@ def test_random_numbers_continue(group, fresh, tmp_path):
     expected = torch.rand(3)
     hf.load(path, parts=[group])
     assert torch.rand(3).equal(expected)
+
+
+OPEN = """
+import atexit, sys
+from pathlib import Path
+lock = Path(sys.argv[1]).with_name(".checkpoints.lock")
+atexit.register(lambda: print("lock at the end:", lock.exists()))  # the last of all
+import hybridflow as hf
+hf.init(devices=1)
+class One(hf.Worker):
+    @hf.register(hf.ONE_TO_ALL)
+    def one(self):
+        return 1
+group = hf.place(One, hf.ResourcePool([1]))
+checkpoints = hf.Checkpoints(sys.argv[1], every=1)
+group.session.before_shutdown(lambda: print("lock while the session closes:", lock.exists()))
+for _ in checkpoints.resume(hf.PromptLoader([{"prompt": "abc"}] * 4, batch_size=2, steps=2, tokenizer=None)):
+    group.one().get()
+    checkpoints.step()
+"""
+
+
+def test_a_session_that_is_open_at_the_end_keeps_its_lock_until_it_is_closed(tmp_path):
+    directory = tmp_path / "checkpoints"
+    done = subprocess.run([sys.executable, "-c", OPEN, str(directory)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-2:] == ["lock while the session closes: True", "lock at the end: False"]
+    assert (directory / "ended").read_text() == "2\n"

@@ -120,6 +120,10 @@ class Machines:
         """Plug the cable of a machine: "up" or "down"."""
         _run("ip", "-n", self.switch, "link", "set", self._port(number), state)
 
+    def stop(self, number: int) -> None:
+        """Stop all processes of a machine, which stays reachable: what is asked of them next is under way for good."""
+        subprocess.run(self.command(number, ["sh", "-c", "kill -STOP -1"]), timeout=10, capture_output=True)
+
     def kill(self, number: int) -> None:
         """End a machine and all of its processes at once, as a power cut."""
         outer, pid = self._inits.pop(number)

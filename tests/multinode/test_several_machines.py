@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,26 +131,45 @@ class Runs:
         assert done.returncode == 0, done.stdout[-5000:]
         return self.shared / name
 
-    def disturbed(self, name: str, steps: int, how: str, **options: Any) -> Path:
-        """A run in which a machine of the rollout, not the driver's, is lost in iteration 3."""
+    def disturbed(
+        self, name: str, steps: int, how: str, phase: str = "", away: float | None = None, **options: Any
+    ) -> Path:
+        """A run in which a machine of the rollout, not the driver's, is lost in iteration 3, in the middle of `phase`
+        if one is given. There is a spare machine, unless the lost one comes back after so many seconds `away`.
+
+        What the run said is in log.txt, with the times."""
+        options |= {"phase": phase} if phase else {}
         command = self.machines.command(1, self.command(name, steps, **options))
-        said, used, lost, step = list[str](), [""], 0, 0
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+        used, lost, timer, log = [""], 0, None, (self.shared / name / "log.txt").open("w", buffering=1)
+        with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
             assert driver.stdout is not None
             for line in driver.stdout:
-                said.append(f"{time.strftime('%T')} {line}")
-                step = int(line.split()[1]) if line.startswith("iteration") else step
+                log.write(f"{time.strftime('%T')} {line}")
                 used = line.split()[1:] if line.startswith("nodes") else used
-                if step == 3 and not lost:
-                    lost = int(next(node for node in used if node != "node1").removeprefix("node"))
-                    said.append(f"{time.strftime('%T')} machine {lost}: {how}\n")
-                    self.machines.kill(lost) if how == "killed" else self.machines.link(lost, "down")
-        (self.shared / name / "log.txt").write_text("".join(said))
+                if lost or not line.startswith(f"phase {phase}" if phase else "iteration 3"):
+                    continue
+                lost = int(next(node for node in used if node != "node1").removeprefix("node"))
+                if phase not in ("", "idle"):
+                    self.machines.stop(lost)
+                    (self.shared / name / "stopped").touch()
+                    time.sleep(1)  # the call is on its way
+                log.write(f"{time.strftime('%T')} machine {lost}: {how}\n")
+                self.machines.kill(lost) if how == "killed" else self.machines.link(lost, "down")
+                (self.shared / name / "stopped").touch()
+                if away is not None:
+                    timer = threading.Timer(away, self._back, (lost, how))
+                    timer.start()
+        if timer is None:
+            self._back(lost, how)
+        else:
+            timer.join()
+        assert driver.returncode == 0, (self.shared / name / "log.txt").read_text()[-6000:]
+        return self.shared / name
+
+    def _back(self, lost: int, how: str) -> None:
         if how == "link down":
             self.machines.kill(lost)
         self.machines.start(lost)
-        assert driver.returncode == 0, "".join(said[-60:])
-        return self.shared / name
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +216,36 @@ def test_a_lost_machine_that_only_generates_costs_no_training(runs, how):
     lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
     assert lines == [1, 2, 3, 4, 5]
     assert "placed on new hosts" in (run / "log.txt").read_text()
+
+
+PHASES = ("idle", "generate", "update", "sync", "save")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs) -> dict[bool, Path]:
+    """With a rollout of its own, and without."""
+    apart = runs.run("apart", 5, layout="d2", devices="2", at="node1", record=1, rollout=1)
+    return {True: apart, False: runs.run("together", 5, layout="d2", devices="1+1", record=1)}
+
+
+@pytest.mark.parametrize("spare", [True, False], ids=["spare", "comes back"])
+@pytest.mark.parametrize("how", ["killed", "link down"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_machine_is_lost_in_any_phase(runs, undisturbed, phase, how, spare):
+    """The run continues with equal figures, from the last checkpoint or without going back."""
+    apart = phase == "sync"
+    options: dict[str, Any] = {"layout": "d2", "record": 1, "retry": 1, "every": 1, "wait": 120}
+    options |= {"devices": "2", "at": "node1", "rollout": 1} if apart else {"devices": "1+1"}
+    name = f"{phase} {how} {spare}"
+    if spare:
+        run = runs.disturbed(name, 5, how, phase, **options)
+    else:
+        runs.machines.kill(3)
+        try:
+            run = runs.disturbed(name, 5, how, phase, 20.0, **options)
+        finally:
+            runs.machines.start(3)
+    check_equal(run, undisturbed[apart])
 
 
 def test_a_run_directory_that_is_not_shared_is_named(runs):
