@@ -185,7 +185,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
             loop()
             break
         except hf.errors.HybridFlowError as error:
-            if "retry" not in options:
+            if "retry" not in options or "max_restarts" in str(error):
                 raise
             print(f"caught at {time.time()}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     actor.save(run / "model")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,7 @@ class Runs:
 
     def __init__(self, machines: Machines) -> None:
         self.machines, self.shared = machines, machines.shared
+        self.thread = ThreadPoolExecutor(1)  # a machine ends with the thread that started it
         tiny_models.make_policy(self.shared / "policy")
         lines = [json.dumps({"prompt": text}) + "\n" for text in ("abc", "x y", "kd", "ab", "c z", "pq", "hello", "ok")]
         (self.shared / "prompts.jsonl").write_text("".join(lines))
@@ -140,7 +141,7 @@ class Runs:
         What the run said is in log.txt, with the times."""
         options |= {"phase": phase} if phase else {}
         command = self.machines.command(1, self.command(name, steps, **options))
-        used, lost, timer, log = [""], 0, None, (self.shared / name / "log.txt").open("w", buffering=1)
+        used, lost, returns, log = [""], 0, None, (self.shared / name / "log.txt").open("w", buffering=1)
         with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
             assert driver.stdout is not None
             for line in driver.stdout:
@@ -157,16 +158,13 @@ class Runs:
                 self.machines.kill(lost) if how == "killed" else self.machines.link(lost, "down")
                 (self.shared / name / "stopped").touch()
                 if away is not None:
-                    timer = threading.Timer(away, self._back, (lost, how))
-                    timer.start()
-        if timer is None:
-            self._back(lost, how)
-        else:
-            timer.join()
+                    returns = self.thread.submit(self._back, lost, how, away)
+        self._back(lost, how) if returns is None else returns.result()
         assert driver.returncode == 0, (self.shared / name / "log.txt").read_text()[-6000:]
         return self.shared / name
 
-    def _back(self, lost: int, how: str) -> None:
+    def _back(self, lost: int, how: str, after: float = 0.0) -> None:
+        time.sleep(after)
         if how == "link down":
             self.machines.kill(lost)
         self.machines.start(lost)
