@@ -174,11 +174,16 @@ def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
     return found
 
 
+def is_address(path: Any) -> bool:
+    """Whether a path is an address of another machine, such as s3://bucket/run, which would name a folder here."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.:-]+:/", text) is not None  # pathlib has taken one of two slashes
+
+
 def local_path(path: str | os.PathLike[str]) -> str:
-    """The path. Errors: ConfigError for an address such as s3://bucket/run, which would name a folder here."""
+    """The path. Errors: ConfigError for an address."""
     text = os.fspath(path)
-    remote = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", text)  # pathlib has taken one of two slashes
-    require(not remote, f"{text!r} is an address of another machine: give a directory that is mounted here.")
+    require(not is_address(text), f"{text!r} is an address of another machine: give a directory that is mounted here.")
     return text
 
 

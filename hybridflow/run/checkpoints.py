@@ -15,7 +15,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hybridflow.cluster.recorded_calls import Recorder, numbered
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
+    best_step,
     complete_steps,
     discard,
     leftovers,
@@ -32,6 +34,11 @@ from hybridflow.engines.checkpoint.manifest import (
     set_aside,
     step_directory,
     step_of,
+)
+from hybridflow.engines.checkpoint.remote_directory import (
+    RemoteDirectory,
+    fetched_checkpoint,
+    staging_directory,
 )
 from hybridflow.errors import (
     BrokenGroupError,
@@ -44,13 +51,15 @@ from hybridflow.errors import (
     WorkerError,
 )
 from hybridflow.run.recovery import needs_moments, rebuild, replace_lost
-from hybridflow.run.run_state import Moment, RunParts, Saving, metric_values, restore, verified
-from hybridflow.settings import by_name, local_path, require
+from hybridflow.run.run_state import Moment, RunParts, Saving, check_machines, metric_values, restore, verified
+from hybridflow.run.uploads import ENDED, Uploads
+from hybridflow.settings import by_name, is_address, local_path, require
 from hybridflow.streams.stream import ResponseStream
 from hybridflow.tracking.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
-_ENDED, _END_SECONDS = "ended", 60.0
+_END_SECONDS = 60.0
+_UPLOAD_SECONDS, _TERMINATED_SECONDS = 600.0, 20.0  # without progress; a driver that was asked to end has 30 s
 _MOMENTS = 4  # the driver is at most two iterations ahead of the hosts
 _LOST = (BrokenGroupError, HostLostError, WaitTimeoutError)
 
@@ -68,6 +77,11 @@ class Checkpoints:
     `keep` stay, and with `best` the one with the highest value of that metric of `step` ("-name": the lowest).
     `on_failure`: "raise" reports a failed save at the next `step`, "continue" logs it and tries again at the next one.
     `batches` also keeps what calls have generated since the oldest of these checkpoints, for `hybridflow replay`.
+
+    An address such as `s3://bucket/run`, of fsspec, has copies of them: they are written to `staging` (default: below
+    $HYBRIDFLOW_STAGING, or ~/.cache/hybridflow/staging; with several machines a directory that all see) and sent in the
+    background, with `keep` and `best` there, too. While it cannot be reached, training continues; the end of the loop
+    waits for it, up to 600 s without progress. The newest checkpoint that is complete, here or there, is continued.
 
     `resume`: "auto" continues a run that has not ended, "never" starts anew, a path continues from that checkpoint.
     Checkpoints that are not continued are set aside, as `<directory>.1` and so on. Up to `max_restarts` times a lost
@@ -95,6 +109,7 @@ class Checkpoints:
         max_restarts: int = 3,
         on_failure: str = "raise",
         batches: bool = False,
+        staging: str | os.PathLike[str] | None = None,
     ) -> None:
         require(every is None or (type(every) is int and every >= 1), f"every={every!r}: give iterations, or None.")
         require(type(keep) is int and keep >= 1, f"keep={keep!r}: at least the newest checkpoint is kept.")
@@ -105,12 +120,19 @@ class Checkpoints:
         require(type(asynchronous) is bool, f"asynchronous={asynchronous!r}: give True or False.")
         good = type(batches) is bool and (every is not None or not batches)
         require(good, f"batches={batches!r}, every={every!r}: give True or False; True keeps them with checkpoints.")
-        self.directory = Path(os.path.abspath(local_path(directory)))
+        require(staging is None or is_address(directory), f"staging={staging!r} is for an address such as s3://bucket.")
+        self._uploads, local, self._shared = None, directory, staging is not None
+        if is_address(directory):
+            local = staging_directory(RemoteDirectory(directory).address) if staging is None else staging
+            self._uploads = Uploads(directory, os.path.abspath(local_path(local)), keep, best)
+            if Session.replay is None or getattr(Session.replay, "checks", False):
+                self._uploads.remote.check_writable()
+        self.directory = Path(os.path.abspath(local_path(local)))
         if os.path.lexists(self.directory) and not self.directory.is_dir():
             raise ConfigError(f"Checkpoints({str(directory)!r}): this is a file. Give a directory.")
         self._warned = False
         self.every, self.keep, self.best, self.max_restarts = every, keep, best, 0 if Session.replay else max_restarts
-        self._mode, self._asynchronous, self._on_failure = local_path(resume), asynchronous, on_failure
+        self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
         self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
         self._named, self._only = dict(parts or {}), only
         lock = self.directory.with_name(f".{self.directory.name}.lock")
@@ -139,11 +161,20 @@ class Checkpoints:
     @property
     def best_checkpoint(self) -> tuple[Path, float] | None:
         """The checkpoint with the best value of the metric `best`, and the value, if there is one."""
-        name = (self.best or "").removeprefix("-")
-        saved = ((path, one.metrics.get(name)) for path, one in complete_steps(self.directory)) if name else ()
-        found = [(path, value) for path, value in saved if value is not None]
-        sign = -1 if self.best and self.best.startswith("-") else 1
-        return max(found, key=lambda one: sign * one[1], default=None)
+        if (found := self.best_saved) is None:
+            return None
+        path = step_directory(self.directory, found[0])
+        if self._uploads is not None and not path.exists():
+            self._uploads.fetch(found[0])
+        return path, found[1]
+
+    @property
+    def best_saved(self) -> tuple[int, float] | None:
+        """The step and the value of the best checkpoint, which may be at the address only."""
+        there = {} if self._uploads is None else self._uploads.there
+        return best_step(
+            [*((one.step, one.metrics) for _, one in complete_steps(self.directory)), *there.items()], self.best
+        )
 
     # Continuing
 
@@ -175,11 +206,18 @@ class Checkpoints:
             session.attach(part, name)
         session.run_directory = session.run_directory or getattr(self._replay, "directory", self.directory.parent)
         session.before_shutdown(self._end)
-        start = self._load(session, self._candidates(loader))
+        if self._uploads is not None and self._replay is None:
+            check_machines(session, self._uploads.remote.address, self._shared)
+            self._uploads.open()
+        with closing(self._candidates(loader)) as candidates:  # a copy that was fetched for it is removed
+            start = self._load(session, candidates)
         if self._replay is None:
             self._set_aside(saved_steps(self.directory), unless=start)
             done = self._step if start is not None and start.parent == self.directory else 0
             session.recorded = Recorder.start(self._records, done, self._record)
+            if self._uploads is not None:
+                self._uploads.continue_from(done or None)
+                self._uploads.start()
         else:
             session.recorded = self._replay.recorded
         self._note(session)
@@ -191,29 +229,36 @@ class Checkpoints:
         self._loop = weakref.ref(loop)  # a loop that is left gives the signals back
         return loop
 
-    def _candidates(self, loader: Any) -> list[Path]:
+    def _candidates(self, loader: Any) -> Generator[Path]:
         """The checkpoints to continue from, the best choice first. Errors: CheckpointError for a path without any."""
         if self._replay is not None:
-            return self._replay.checkpoints
+            yield from self._replay.checkpoints
+            return
         for path in leftovers(self.directory):
             with suppress(OSError):
                 discard(path)
         if self._mode == "never":
-            return []
-        if self._mode != "auto":
+            return
+        if is_address(self._mode):
+            with fetched_checkpoint(self._mode) as path:
+                yield path
+        elif self._mode != "auto":
             chosen = Path(os.path.abspath(self._mode))
             below = saved_steps(chosen) or saved_steps(chosen / "checkpoints")
             if not (found := [chosen] if os.path.lexists(chosen / MANIFEST) else below):
                 raise CheckpointError(f"resume={self._mode!r}: {chosen} is not a checkpoint and has none.")
-            return found
-        done, steps = step_of(self.newest) if self.newest is not None else None, getattr(loader, "steps", None)
-        mark = (self.directory / _ENDED).read_text().strip() if (self.directory / _ENDED).exists() else ""
-        if mark and done is not None and (mark == f"{done} of {steps}" or (steps is not None and done >= steps)):
-            logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
-            return []
-        return saved_steps(self.directory)
+            yield from found
+        else:
+            there = {} if self._uploads is None else self._uploads.there
+            done = max([*there, *(step_of(path) or 0 for path in [self.newest] if path)], default=None)
+            mark = (self.directory / ENDED).read_text().strip() if (self.directory / ENDED).exists() else ""
+            steps = getattr(loader, "steps", None)
+            if mark and done is not None and (mark == f"{done} of {steps}" or (steps is not None and done >= steps)):
+                logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
+            else:
+                yield from saved_steps(self.directory) if self._uploads is None else self._uploads.steps()
 
-    def _load(self, session: Session, candidates: Sequence[Path]) -> Path | None:
+    def _load(self, session: Session, candidates: Iterable[Path]) -> Path | None:
         """Load the first checkpoint that is whole. Errors: CheckpointError when none of several is."""
         parts, damaged = RunParts.of(session, self._only), list[str]()
         for path in candidates:
@@ -238,7 +283,7 @@ class Checkpoints:
         """Rename the checkpoints and recorded batches that are not the past of this run; files are kept."""
         ours = unless is not None and unless.parent == self.directory
         gone = [path for path in found if not ours or (step_of(path) or 0) > self._step]
-        (self.directory / _ENDED).unlink(missing_ok=True)
+        (self.directory / ENDED).unlink(missing_ok=True)
         batches = [] if ours or not self._records.steps else [self._records.directory]
         if gone or batches:
             aside, what = set_aside(self.directory, [*gone, *batches]), " and recorded batches" if batches else ""
@@ -260,6 +305,7 @@ class Checkpoints:
                     if self._step and self._saved != self._step:
                         self._save(session)
                     self._report(wait=True)
+                    self._send(_UPLOAD_SECONDS)
                     if self._replay is not None:
                         self._replay.finished()
                     if status := session.backend.termination.asked:
@@ -317,8 +363,8 @@ class Checkpoints:
         rebuild(session)
         self._moments.clear()
         self._step, session.iterations.done_before = 0, 0
-        before = [] if self._mode in ("auto", "never") else self._candidates(None)
-        if self._load(session, [*saved_steps(self.directory), *before]) is None:
+        before = () if self._mode in ("auto", "never") else self._candidates(None)
+        if self._load(session, chain(saved_steps(self.directory), before)) is None:
             for name, part in session.parts.items():
                 part.load_state(session.first_states[name])
         self._note(session)
@@ -352,6 +398,7 @@ class Checkpoints:
             if status or not self._asynchronous:
                 self._report(wait=True)
         if status:
+            self._send(_TERMINATED_SECONDS)
             raise SystemExit(status)
 
     def save(self) -> Path:
@@ -400,6 +447,14 @@ class Checkpoints:
                 )
             self._prune()
 
+    def _send(self, seconds: float) -> None:
+        """Wait for uploads. Errors: CheckpointError after `seconds` without progress, unless failures are logged."""
+        if self._uploads is not None:
+            try:
+                self._uploads.wait(seconds)
+            except CheckpointError as error:
+                self._failed(error)
+
     def _failed(self, error: CheckpointError) -> None:
         if self._on_failure == "raise":
             raise error
@@ -429,5 +484,11 @@ class Checkpoints:
         ended = self._exhausted and self._replay is None
         if ended and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
             with suppress(OSError):
-                (self.directory / _ENDED).write_text(f"{self._step}{self._stopped}\n")
+                (self.directory / ENDED).write_text(f"{self._step}{self._stopped}\n")
+        if self._uploads is not None:
+            try:
+                self._uploads.wait(_TERMINATED_SECONDS)
+            except CheckpointError as error:
+                logger.error("%s", error)
+            self._uploads.stop()
         self._owner.release()

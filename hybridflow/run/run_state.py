@@ -37,8 +37,9 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
+from hybridflow.engines.checkpoint.remote_directory import STAGING, fetched_checkpoint, written_here
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
-from hybridflow.settings import local_path
+from hybridflow.settings import is_address
 from hybridflow.tracking.tracker import Tracker
 from hybridflow.workers.worker import Worker, has_state, rank_file
 
@@ -88,18 +89,20 @@ def folder_of(name: str, taken: Iterable[str] = ()) -> str:
 
 
 def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] | None = None) -> str:
-    """Write the state of the run to `path`, a new directory on a file system that all nodes share; waits.
+    """Write the state of the run to `path`, a new directory on a file system that all nodes share, or an address such
+    as `s3://bucket/saved`; waits.
 
     `parts` are groups, loaders, trackers or other objects with `state()` and `load_state(state)`; default: all parts of
-    the session. `load(path)` continues from it, in any layout. Returns the absolute path.
+    the session. `load(path)` continues from it, in any layout. Returns the absolute path, or the address.
 
     Errors: CheckpointError, with nothing at `path`; ConfigError; WorkerError of a call that failed before.
     """
     session = Session.current()
-    target = Path(os.path.abspath(local_path(path)))
     if Session.replay is None:
-        Saving(session, target, RunParts.of(session, parts)).result()
-    return str(target)
+        check_machines(session, path)
+        with written_here(path) as target:
+            Saving(session, Path(os.path.abspath(target)), RunParts.of(session, parts)).result()
+    return os.fspath(path) if is_address(path) else os.path.abspath(path)
 
 
 @dataclass(frozen=True)
@@ -313,9 +316,10 @@ def load(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     session = Session.current()
     if session.traces:
         return 0
-    directory = Path(os.path.abspath(local_path(path)))
-    manifest = verified(session, directory, RunParts.of(session, parts))
-    return restore(session, directory, manifest, RunParts.of(session, parts), everything=parts is None)
+    check_machines(session, path)
+    with fetched_checkpoint(path) as directory:
+        manifest = verified(session, directory, RunParts.of(session, parts))
+        return restore(session, directory, manifest, RunParts.of(session, parts), everything=parts is None)
 
 
 def verified(session: Session, directory: Path, parts: RunParts) -> CheckpointManifest:
@@ -398,4 +402,14 @@ def _check_values(group: WorkerGroup, values: Sequence[Any] | None) -> None:
         raise ConfigError(
             f"{group.name} has {group.grid.size} ranks, its state in the checkpoint is that of {len(values)}: a class "
             f"with state() continues on as many ranks."
+        )
+
+
+def check_machines(session: Session, path: Any, shared: bool = False) -> None:
+    """Errors: ConfigError for an address, where ranks of several machines have no staging directory that all share."""
+    names = {host.node_name for group in session.groups.values() for host in group.ranks.hosts}
+    if is_address(path) and len(names) > 1 and not (shared or os.environ.get(STAGING)):
+        raise ConfigError(
+            f"{path} is written and read by way of a staging directory, which ranks on {len(names)} machines have to "
+            f"share: set {STAGING}, on all of them, to a directory that all see."
         )

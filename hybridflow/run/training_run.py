@@ -14,10 +14,12 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
+from hybridflow.engines.checkpoint.manifest import step_directory
+from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory, staging_directory
 from hybridflow.held_out import HeldOut, HeldOutLoss
 from hybridflow.run.checkpoints import Checkpoints
 from hybridflow.run.run_state import metric_values
-from hybridflow.settings import by_name
+from hybridflow.settings import by_name, is_address, require
 from hybridflow.tracking.metric_loggers import Destinations
 from hybridflow.tracking.tracker import Tracker
 
@@ -32,7 +34,8 @@ class Run:
             run.step(batch, actor.update_actor(batch))
         run.finish()
 
-    `to`, `total`, `config` and `console` are those of Tracker; `every`, `keep`, `best`, `resume` and `batches` those of
+    At an address such as `s3://bucket/run` are the checkpoints (see Checkpoints); the record stays in `staging`. `to`,
+    `total`, `config` and `console` are those of Tracker; `every`, `keep`, `best`, `resume` and `batches` those of
     Checkpoints. Every `samples` iterations some rows are written, with a `tokenizer` (the model's directory) token by
     token. `held_out` is measured before and after the loop, and in between as it says; without `best` its metric
     chooses the best checkpoint, which is noted. `stop(metrics)`, of the metrics of an iteration, ends the loop one
@@ -56,15 +59,20 @@ class Run:
         best: str | None = None,
         resume: str | os.PathLike[str] = "auto",
         batches: bool = False,
+        staging: str | os.PathLike[str] | None = None,
         samples: int = 10,
         tokenizer: TokenizerLike | None = None,
         held_out: HeldOut | HeldOutLoss | None = None,
         stop: Callable[[Mapping[str, float]], bool] | None = None,
     ) -> None:
         best = held_out.best if best is None and held_out is not None and held_out.every else best
-        self.tracker = Tracker(directory, to=to, total=total, config=config, console=console)
-        saved = Path(directory) / "checkpoints"
-        self.checkpoints = Checkpoints(saved, every=every, keep=keep, best=best, resume=resume, batches=batches)
+        where = RemoteDirectory(directory).address if is_address(directory) else os.fspath(directory)
+        require(staging is None or is_address(directory), f"staging={staging!r} is for an address such as s3://bucket.")
+        home = Path(staging or staging_directory(where)) if is_address(where) else Path(where)
+        self.tracker = Tracker(home, to=to, total=total, config=config, console=console)
+        saved: dict[str, Any] = {"every": every, "keep": keep, "best": best, "resume": resume, "batches": batches}
+        saved |= {} if staging is None else {"staging": home / "checkpoints"}
+        self.checkpoints = Checkpoints(f"{where}/checkpoints", **saved)
         self.directory, self.held_out = self.tracker.directory, held_out
         self._samples, self._tokenizer = samples, tokenizer
         self._stop, self._metrics = stop, deque[tuple[int, tuple[Any, ...]]](maxlen=2)  # with the restarts before
@@ -102,8 +110,10 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the last iteration and write what is left; the best checkpoint becomes a note of the run."""
-        if (best := self.checkpoints.best_checkpoint) is not None:
-            self.tracker.note(best_checkpoint=f"{best[0].name}, {self.checkpoints.best} {best[1]:.3f}")
+        if (best := self.checkpoints.best_saved) is not None:
+            self.tracker.note(
+                best_checkpoint=f"{step_directory(self.directory, best[0]).name}, {self.checkpoints.best} {best[1]:.3f}"
+            )
         self.tracker.finish()
 
     def __enter__(self) -> Self:

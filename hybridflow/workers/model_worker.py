@@ -24,6 +24,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import REDUCTIONS, agree
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.checkpoint.remote_directory import opened, written_here
 from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_checkpoint, saved_dtypes
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG, check_adapters, check_injection, is_adapter_directory, read_config
@@ -39,7 +40,7 @@ from hybridflow.models.spec import Head
 from hybridflow.protocols.operation import OperationKind, Settings, register
 from hybridflow.protocols.protocol import Protocol
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, ONE_TO_ONE
-from hybridflow.settings import local_path, require
+from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import FROZEN, Worker
 
@@ -52,8 +53,10 @@ _ELSEWHERE: tuple[OperationKind, ...] = ("inference", "function")  # calls that 
 
 
 def find_checkpoint(model: str | os.PathLike[str], files: Sequence[str] = _CHECKPOINT_FILES) -> Path:
-    """The given directory, or the local snapshot of a hub name with these `files` (downloaded once). Errors:
+    """The given directory, or the local copy with these `files`, downloaded once, of an address or a hub name. Errors:
     CheckpointError."""
+    if (remote := opened(model)) is not None:
+        return remote.fetch_model(files)
     path = Path(model)
     if path.is_dir():
         return path.resolve()
@@ -169,7 +172,8 @@ def _check_save(settings: Settings, call: Any) -> None:
     if settings.get("model") is None:
         raise ConfigError("this worker calls a function: there is nothing to save.")
     check_dtype(call.get("dtype"))
-    call["path"] = os.path.abspath(local_path(call["path"]))
+    remote = opened(call["path"])
+    call["path"] = os.path.abspath(call["path"]) if remote is None else remote.address
 
 
 class ModelWorker(Worker):
@@ -365,7 +369,8 @@ class ModelWorker(Worker):
 
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
     def save(self, path: str | os.PathLike[str], merged: bool = False, dtype: DType | None = None) -> str:
-        """Write a Hugging Face directory (safetensors, config, tokenizer) on a path that all ranks share; waits.
+        """Write a Hugging Face directory (safetensors, config, tokenizer) on a path that all ranks share, or at an
+        address such as `s3://bucket/model`, to which rank 0 sends what all wrote to a staging directory; waits.
 
         Weights are the optimizer's float32 ones where training has 16 bits, in the dtypes of the files that the model
         came from; with `dtype` in that, but those that transformers keeps in float32 for the family. With LoRA the
@@ -381,14 +386,15 @@ class ModelWorker(Worker):
                 f"{self.context.role} was not saved to {path}: it has diverged, and its last steps were all skipped. "
                 f"Continue from an earlier checkpoint, with a lower lr."
             )
-        with self.resident():
+        rank = self.context.rank
+        with written_here(path, sends=not rank) as target, self.resident():
             if engine.adapters is not None and not merged:
-                engine.adapters.save(path, self.checkpoint, dtype)
+                engine.adapters.save(target, self.checkpoint, dtype)
                 return str(path)
             self._merge()
             dtypes = saved_dtypes(self._dtypes, dtype, getattr(self.spec, "config", None))
-            (layout, storage), rank = engine.exact_weights(), self.context.rank
-            save_checkpoint(path, layout, storage, like=self._beside, group=group, rank=rank, dtypes=dtypes)
+            layout, storage = engine.exact_weights()
+            save_checkpoint(target, layout, storage, like=self._beside, group=group, rank=rank, dtypes=dtypes)
         return str(path)
 
     @register(ONE_TO_ALL, blocking=True)

@@ -104,7 +104,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
         critic = hf.CriticWorker.on(pool, model=model, train=critic_layout, optim=hf.Adam(lr=0.01))
     tracker = hf.Tracker(run, total=steps, console=False)
     checkpoints = hf.Checkpoints(
-        run / "checkpoints",
+        options.get("checkpoints", run / "checkpoints"),
         every=int(options.get("every", 2)),
         asynchronous=options.get("asynchronous", "1") == "1",
         resume=options.get("resume", "auto"),

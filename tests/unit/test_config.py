@@ -194,7 +194,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(made, wrong, meant):
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket", "hf://a/b", Path("s3://bucket/run")])
-@pytest.mark.parametrize("made", [hf.Tracker, hf.Checkpoints, hf.save, hf.load, lambda at: run_directory(str(at))])
+@pytest.mark.parametrize("made", [hf.Tracker, lambda at: hf.Checkpoints("s3://bucket/run", staging=at)])
 def test_an_address_is_no_folder_of_this_machine(made, address, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is an address of another machine"):

@@ -24,6 +24,7 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import SavedTensors
+from hybridflow.engines.checkpoint.remote_directory import fetched_checkpoint, opened, written_here
 from hybridflow.engines.checkpoint.writer import (
     Turn,
     check_dtype,
@@ -35,7 +36,6 @@ from hybridflow.engines.checkpoint.writer import (
 )
 from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
 from hybridflow.errors import CheckpointError, ConfigError, nearest
-from hybridflow.settings import local_path
 
 logger = logging.getLogger(__name__)
 _KINDS = ("main", "weights")  # those that contain parameters
@@ -52,13 +52,20 @@ def export(
     Hugging Face directory, or adapters in peft's format, in the dtypes that `save(dtype=)` gives. Starts no process.
 
     `checkpoint` is one checkpoint, or a directory of them or of a run: then the newest whole one is exported. Files are
-    verified first. At most one file of the export is in memory at a time; `directory` is replaced as a whole. Returns
-    its absolute path.
+    verified first. At most one file of the export is in memory at a time; `directory` is replaced as a whole. Both may
+    be addresses such as `s3://bucket/model`. Returns the absolute path of `directory`, or its address.
 
     Errors: CheckpointError for a damaged checkpoint, or when `directory` cannot be written; ConfigError for a group
     that the checkpoint does not have, or has no tensors of, and for another dtype.
     """
     check_dtype(dtype)
+    remote = opened(directory)
+    with fetched_checkpoint(checkpoint) as here, written_here(directory) as target:
+        _export(here, target, group, dtype)
+    return os.path.abspath(directory) if remote is None else remote.address
+
+
+def _export(checkpoint: Path, directory: Path, group: str, dtype: DType | None) -> None:
     found, damaged = _candidates(checkpoint), list[CheckpointError]()
     for path in found:
         try:
@@ -72,19 +79,18 @@ def export(
             if path is not found[-1]:
                 logger.warning("%s is skipped: %s", path, error)
             continue
-        target = Path(os.path.realpath(local_path(directory)))
+        target = Path(os.path.realpath(directory))
         if path.resolve() in (target, *target.parents):
             raise ConfigError(f"{directory} is in the checkpoint {path}: choose a directory outside of it.")
         _write(target, path, saved, tensors, dtype)
-        return os.path.abspath(directory)
+        return
     if len(damaged) == 1:
         raise damaged[0]
     raise CheckpointError(f"none of the {len(damaged)} checkpoints in {checkpoint} is whole. The first: {damaged[0]}")
 
 
-def _candidates(checkpoint: str | os.PathLike[str]) -> list[Path]:
+def _candidates(path: Path) -> list[Path]:
     """The checkpoints to export from, the newest first. Errors: CheckpointError without any."""
-    path = Path(os.path.abspath(local_path(checkpoint)))
     if step_of(path) is not None or os.path.lexists(path / MANIFEST):
         return [path]
     if found := saved_steps(path) or saved_steps(path / "checkpoints"):

@@ -120,15 +120,9 @@ class CheckpointManifest:
                 if (size := os.fstat(file.fileno()).st_size) > _MOST_MANIFEST_BYTES:
                     raise CheckpointError(f"{path} has {size:,} bytes: it is not a manifest.")
                 raw = file.readall()
-            whole = json.loads(raw)
-            body, checksum = whole["manifest"], whole["checksum"]
-            sound = checksum == xxhash.xxh3_128_hexdigest(_canonical(body))
-            sound &= raw == _canonical({"checksum": checksum, "manifest": body})
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except OSError as error:
             raise CheckpointError(f"{path} is not a checkpoint's manifest: {type(error).__name__}: {error}.") from None
-        if not sound:
-            raise CheckpointError(f"{path} is damaged: its content does not have its checksum.")
-        found = cls._parsed(path, body)
+        found = cls.parse(path, raw)
         if step_of(directory) not in (None, found.step):
             raise CheckpointError(
                 f"{path} is of step {found.step}, but its directory is {directory.name}: one of them was renamed, or "
@@ -139,7 +133,21 @@ class CheckpointManifest:
         return found
 
     @classmethod
-    def _parsed(cls, path: Path, body: Any) -> CheckpointManifest:
+    def parse(cls, path: str | Path, raw: bytes) -> CheckpointManifest:
+        """The manifest in the file `path`. Errors: CheckpointError for other content, naming the file."""
+        try:
+            whole = json.loads(raw)
+            body, checksum = whole["manifest"], whole["checksum"]
+            sound = checksum == xxhash.xxh3_128_hexdigest(_canonical(body))
+            sound &= raw == _canonical({"checksum": checksum, "manifest": body})
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not a checkpoint's manifest: {type(error).__name__}: {error}.") from None
+        if not sound:
+            raise CheckpointError(f"{path} is damaged: its content does not have its checksum.")
+        return cls._parsed(path, body)
+
+    @classmethod
+    def _parsed(cls, path: str | Path, body: Any) -> CheckpointManifest:
         version = body.get("format") if isinstance(body, dict) else None
         if type(version) is not int or version != FORMAT:
             raise CheckpointError(f"{path} has format {version!r}; this version of hybridflow reads {FORMAT}.")
@@ -361,6 +369,14 @@ def complete_steps(root: Path) -> Iterator[tuple[Path, CheckpointManifest]]:
         with suppress(CheckpointError):
             manifest = CheckpointManifest.read(path)
             yield path, manifest
+
+
+def best_step(metrics: Iterable[tuple[int, Mapping[str, float | None]]], best: str | None) -> tuple[int, float] | None:
+    """The step with the highest value of the metric `best` ("-name": the lowest), and the value; of equal ones the
+    first."""
+    name, sign = (best or "").removeprefix("-"), -1 if best and best.startswith("-") else 1
+    found = [(step, value) for step, values in metrics if (value := values.get(name)) is not None] if name else []
+    return max(found, key=lambda one: sign * one[1], default=None)
 
 
 def set_aside(root: Path, checkpoints: Iterable[Path]) -> Path:

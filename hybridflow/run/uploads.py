@@ -1,0 +1,257 @@
+"""Uploads: the checkpoints of a run at an address such as s3://bucket/run, sent by a thread of the driver.
+
+A checkpoint is complete in the staging directory before it is sent, newest first, and complete at the address when its
+manifest is there, which is sent last. What was sent before, by this process or one that was killed, is not sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hybridflow.engines.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    FileEntry,
+    best_step,
+    saved_steps,
+    step_directory,
+    step_of,
+)
+from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory
+from hybridflow.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+ENDED = "ended"  # the file of a run that has ended
+_SENT = ".sent"  # in a checkpoint: which of its files are at the address
+_LOOK_SECONDS, _FIRST_RETRY, _LONGEST_RETRY = 0.5, 1.0, 60.0
+
+
+class Uploads:
+    """Keeps the checkpoints of the local directory `staging` at an address too, with the same `keep` and `best`.
+
+    `there` are the metrics of the checkpoints that are complete at the address, by step, newest first. One process
+    sends to an address at a time. Errors: as RemoteDirectory.
+    """
+
+    def __init__(
+        self, address: str | os.PathLike[str], staging: str | os.PathLike[str], keep: int, best: str | None
+    ) -> None:
+        self.remote, self.staging, self._keep, self._best = RemoteDirectory(address), Path(staging), keep, best
+        self.there: dict[int, Mapping[str, float | None]] = {}
+        self._ended = ""  # the mark at the address
+        self._begun = set[int]()  # steps with files at the address that are not complete
+        self._known: dict[int, Mapping[str, float | None] | None] = {}  # those here; None: damaged
+        self._why, self._progress = "", time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._wake, self._stopped = threading.Event(), False
+
+    # What is there, before the thread runs
+
+    def open(self) -> None:
+        """Look at what is there. Errors: CheckpointError."""
+        if self._thread is not None:
+            self.stop()
+            self._thread.join()
+        self._known, self.there = (
+            {},
+            {step: manifest.metrics for step, manifest in self.remote.complete_steps().items()},
+        )
+        names = self.remote.sizes()
+        steps = {step_of(Path(name.partition("/")[0])) for name in names}
+        self._begun = {step for step in steps if step is not None} - self.there.keys()
+        self._ended = self.remote.read(ENDED).decode(errors="replace").strip() if ENDED in names else ""
+        if self._ended:
+            self.staging.mkdir(parents=True, exist_ok=True)
+            (self.staging / ENDED).write_text(self._ended)
+
+    def steps(self) -> Generator[Path]:
+        """The checkpoints of the run, newest first, those here before those at the address, which are fetched."""
+        here = {step_of(path) or 0: path for path in saved_steps(self.staging)}
+        for step in sorted({*here, *self.there}, reverse=True):
+            if step in here:
+                yield here[step]
+            if step in self.there:
+                yield self.fetch(step)
+
+    def fetch(self, step: int) -> Path:
+        """The checkpoint, copied to the staging directory. Errors: CheckpointError."""
+        target = step_directory(self.staging, step)
+        logger.warning("fetching %s from %s", target.name, self.remote.address)
+        return self.remote.fetch_checkpoint(target.name, target)
+
+    def continue_from(self, step: int | None) -> None:
+        """Move the checkpoints that are not the past of `step` (None: all) to `<address>.1`, or the next free number.
+
+        Errors: CheckpointError."""
+        gone = [one for one in self.there if step is None or one > step]
+        if gone:
+            number = 1
+            while (aside := RemoteDirectory(f"{self.remote.address}.{number}")).sizes():
+                number += 1
+            for one in gone:
+                self.remote.move(step_directory(Path(), one).name, aside, last=MANIFEST)
+                del self.there[one]
+            logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside.address)
+        if self._ended:
+            self.remote.remove(ENDED)
+            self._ended = ""
+
+    # The thread
+
+    def start(self) -> None:
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the file that it is sending."""
+        self._stopped = True
+        self._wake.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all is sent, and no longer than `seconds` without progress.
+
+        Errors: CheckpointError that says what was not sent, why, and where it lies."""
+        if self._thread is None or self._stopped:
+            return
+        self._progress = time.monotonic()
+        self._wake.set()
+        if left := self._names_left():
+            logger.warning("waiting until %s is at %s", left, self.remote.address)
+        while left := self._names_left():
+            if time.monotonic() - self._progress > seconds:
+                raise CheckpointError(
+                    f"{left} of {self.staging} is not at {self.remote.address}: no progress in "
+                    f"{seconds:g} s. {self._why} They stay in {self.staging}, and the same program sends them when it "
+                    f"runs again."
+                )
+            time.sleep(0.02)
+
+    def _run(self) -> None:
+        delay = 0.0
+        while not self._stopped:
+            try:
+                self._send_all()
+            except (CheckpointError, OSError) as error:
+                if not self._why:
+                    say = "%s The run continues; checkpoints stay in %s and are sent later."
+                    logger.warning(say, error, self.staging)
+                self._why, delay = str(error), min(_LONGEST_RETRY, max(_FIRST_RETRY, 2 * delay))
+            else:
+                if self._why:
+                    logger.warning("%s is reached again: all checkpoints are there", self.remote.address)
+                self._why, delay = "", 0.0
+            self._wake.wait(delay or _LOOK_SECONDS)
+            self._wake.clear()
+
+    def _here(self) -> dict[int, Mapping[str, float | None]]:
+        """The metrics of the checkpoints here, newest first."""
+        found = dict[int, Mapping[str, float | None]]()
+        for path in saved_steps(self.staging):
+            step = step_of(path) or 0
+            if step not in self._known:
+                try:
+                    self._known[step] = CheckpointManifest.read(path).metrics
+                except CheckpointError as error:
+                    if not path.exists():
+                        continue
+                    self._known[step] = None
+                    logger.error("%s is not sent: %s", path, error)
+            if (metrics := self._known[step]) is not None:
+                found[step] = metrics
+        return found
+
+    def _left(self) -> tuple[list[int], list[int]]:
+        """The steps to send, and those to remove at the address, newest first."""
+        here, there = self._here(), self.there
+        both = dict(sorted({**here, **there}.items(), reverse=True))
+        best, _ = best_step(both.items(), self._best) or (None, 0.0)
+        kept = {*list(both)[: self._keep], best}
+        return [step for step in here if step in kept - there.keys()], [step for step in there if step not in kept]
+
+    def _names_left(self) -> str:
+        send, remove = ([step_directory(Path(), step).name for step in steps] for steps in self._left())
+        return ", ".join([*send, *(f"the removal of {name}" for name in remove), *[ENDED] * bool(self._mark())])
+
+    def _mark(self) -> str:
+        """What is still to be written at the address."""
+        with suppress(OSError):
+            return mark if (mark := (self.staging / ENDED).read_text().strip()) != self._ended else ""
+        return ""
+
+    def _send_all(self) -> None:
+        """Errors: CheckpointError."""
+        while not self._stopped and (waiting := self._left()[0]):
+            self._send(step_directory(self.staging, waiting[0]))
+        surplus = self._left()[1]
+        for step in [] if self._stopped else [*surplus, *(self._begun - self._here().keys())]:
+            self.remote.remove(step_directory(Path(), step).name, first=MANIFEST)
+            self.there = {one: metrics for one, metrics in self.there.items() if one != step}
+            self._begun.discard(step)
+        if not self._stopped and (mark := self._mark()):
+            self.remote.write(ENDED, mark.encode())
+            self._ended = mark
+
+    def _send(self, path: Path) -> None:
+        """Errors: CheckpointError, unless the checkpoint has been removed here meanwhile."""
+        step = step_of(path) or 0
+        self._begun.add(step)
+        try:
+            manifest = CheckpointManifest.read(path)
+            there = self.remote.sizes(path.name)
+            if MANIFEST in there:  # of an upload that has no longer all of its files
+                self.remote.remove(f"{path.name}/{MANIFEST}")
+            missing, surplus = to_send(manifest.files, _sent(path), there)
+            for name in surplus:
+                if name != MANIFEST:
+                    self.remote.remove(f"{path.name}/{name}")
+            for name in missing:
+                if self._stopped:
+                    return
+                self.remote.put(path / name, f"{path.name}/{name}", self._beat)
+                self._beat()
+                with suppress(OSError), (path / _SENT).open("a") as sent:  # without the line it is sent again
+                    entry = manifest.files[name]
+                    sent.write(json.dumps([name, entry.bytes, entry.checksum]) + "\n")
+            there = self.remote.sizes(path.name)
+            if wrong := [name for name, entry in manifest.files.items() if there.get(name) != entry.bytes]:
+                raise CheckpointError(f"{self.remote.address}/{path.name}/{wrong[0]} has {there.get(wrong[0])} bytes.")
+            self.remote.put(path / MANIFEST, f"{path.name}/{MANIFEST}", self._beat)
+        except CheckpointError:
+            if path.exists():
+                raise
+            return
+        self._beat()
+        self._begun.discard(step)
+        self.there = dict(sorted({**self.there, step: manifest.metrics}.items(), reverse=True))
+        (path / _SENT).unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        self._progress = time.monotonic()
+
+
+def to_send(
+    files: Mapping[str, FileEntry], sent: Mapping[str, FileEntry], there: Mapping[str, int]
+) -> tuple[list[str], list[str]]:
+    """Files of a checkpoint that are to be sent, and those at its address that are to be removed, when `sent` were sent
+    before and the files `there` have these sizes. Pure."""
+    done = {name for name, entry in files.items() if sent.get(name) == entry and there.get(name) == entry.bytes}
+    return [name for name in files if name not in done], [name for name in there if name not in files]
+
+
+def _sent(path: Path) -> dict[str, FileEntry]:
+    """What a checkpoint's file says that was sent; the last line may be half."""
+    found = {}
+    with suppress(OSError):
+        for line in (path / _SENT).read_text().splitlines():
+            with suppress(ValueError, TypeError):
+                name, size, checksum = json.loads(line)
+                found[name] = FileEntry(size, checksum)
+    return found

@@ -1,0 +1,357 @@
+"""Checkpoints of a run at an address: what is sent, when, and again. No cluster; addresses are in memory, on this disk
+and on a real S3 server."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hybridflow as hf
+from hybridflow.engines.checkpoint.manifest import MANIFEST, FileEntry, saved_steps
+from hybridflow.engines.checkpoint.remote_directory import (
+    RemoteDirectory,
+    fetched_checkpoint,
+    staging_directory,
+    written_here,
+)
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.run import uploads
+from hybridflow.run.uploads import ENDED, Uploads, to_send
+from hybridflow.settings import is_address
+from tests.example_checkpoints import make_checkpoint, verify
+from tests.s3_server import S3Server
+
+SECONDS = 60.0
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[S3Server]:
+    server = S3Server()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(uploads, "_FIRST_RETRY", 0.05)
+    monkeypatch.setattr(uploads, "_LONGEST_RETRY", 0.2)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def address(request, tmp_path) -> str:
+    """A directory that is reached through fsspec."""
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        request.getfixturevalue("server")
+    return {"memory": f"memory://{name}", "file": f"file://{tmp_path}/there", "s3": f"s3://runs/{name}"}[request.param]
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Uploads]]:
+    """Makes uploads whose threads end with the test."""
+    made: list[Uploads] = []
+
+    def make(address: str, staging: Path, keep: int = 3, best: str | None = None, continues: bool = True) -> Uploads:
+        made.append(one := Uploads(address, staging, keep, best))
+        one.open()
+        if continues:
+            one.start()
+        return one
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def steps(address: str) -> list[int]:
+    return list(RemoteDirectory(address).complete_steps())
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/run", Path("s3://bucket/run"), "gs://b", "a+b://c", "memory://x", "x::y://z"]
+)
+def test_addresses(path):
+    assert is_address(path)
+
+
+@pytest.mark.parametrize("path", ["runs/first", "runs/a:b", "/s3://x", "C:/x", "./s3://x", Path("runs")])
+def test_paths_of_this_machine(path):
+    assert not is_address(path)
+
+
+def test_what_comes_back_is_what_was_sent(address, tmp_path, opened):
+    made = [make_checkpoint(tmp_path / "here", step, reward=float(step)) for step in (2, 4)]
+    one = opened(address, tmp_path / "here")
+    one.wait(SECONDS)
+    assert steps(address) == [4, 2]
+    assert {step: dict(one.there[step]) for step in one.there} == {
+        4: {"reward": 4.0},
+        2: {"reward": 2.0},
+    }
+    other = opened(address, tmp_path / "elsewhere", continues=False)
+    found = list(other.steps())
+    assert [path.name for path in found] == [path.name for path in made[::-1]]
+    assert [verify(path) for path in found] == [verify(path) for path in made[::-1]]
+
+
+def test_the_manifest_is_sent_last_and_removed_first(server, tmp_path, opened):
+    make_checkpoint(tmp_path, 2)
+    one = opened("s3://runs/first", tmp_path, keep=1)
+    one.wait(SECONDS)
+    make_checkpoint(tmp_path, 4)
+    one.wait(SECONDS)
+    assert server.sent("first/step-00000004")[-1].endswith(MANIFEST)
+    removed = [path for method, path in server.seen if method in ("DELETE", "POST")]
+    assert removed[0].endswith(f"step-00000002/{MANIFEST}")
+
+
+def test_newer_checkpoints_are_sent_first(server, tmp_path, opened):
+    for step in (2, 4, 6):
+        make_checkpoint(tmp_path, step)
+    opened("s3://runs/first", tmp_path).wait(SECONDS)
+    manifests = [path.split("/")[3] for path in server.sent() if path.endswith(MANIFEST)]
+    assert manifests == ["step-00000006", "step-00000004", "step-00000002"]
+
+
+def test_a_checkpoint_that_would_be_removed_at_once_is_not_sent(server, tmp_path, opened):
+    for step, reward in ((2, 1.0), (4, 3.0), (6, 2.0)):
+        make_checkpoint(tmp_path, step, reward=reward)
+    opened("s3://runs/first", tmp_path, keep=1, best="reward").wait(SECONDS)
+    assert [path.split("/")[3] for path in server.sent() if path.endswith(MANIFEST)] == [
+        "step-00000006",
+        "step-00000004",
+    ]
+
+
+@pytest.mark.parametrize("best", [None, "reward", "-reward"])
+def test_retention_is_that_of_the_run(address, tmp_path, opened, best):
+    for step, reward in ((2, 5.0), (4, 1.0), (6, 3.0), (8, 3.0)):
+        make_checkpoint(tmp_path / "first", step, reward=reward)
+    opened(address, tmp_path / "first", keep=9).wait(SECONDS)
+    make_checkpoint(tmp_path / "second", 10, reward=2.0)  # a machine that has none of the others
+    one = opened(address, tmp_path / "second", keep=2, best=best)
+    one.wait(SECONDS)
+    assert steps(address) == [10, 8, *{None: [], "reward": [2], "-reward": [4]}[best]]
+
+
+def test_what_is_not_continued_is_moved(address, tmp_path, opened):
+    for step in (2, 4):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / ENDED).write_text("4 of 4\n")
+    opened(address, tmp_path).wait(SECONDS)
+    one = opened(address, tmp_path / "new", continues=False)
+    assert (tmp_path / "new" / ENDED).read_text() == "4 of 4"
+    one.continue_from(2)
+    assert (steps(address), steps(f"{address}.1")) == ([2], [4])
+    assert ENDED not in RemoteDirectory(address).sizes()
+    one.continue_from(None)
+    assert (steps(address), steps(f"{address}.1"), steps(f"{address}.2")) == ([], [4], [2])
+    with fetched_checkpoint(f"{address}.2") as path:
+        assert verify(path).step == 2
+    assert not path.exists()
+
+
+def test_a_checkpoint_that_is_not_whole_there_does_not_count(address, tmp_path, opened):
+    for step in (2, 4, 6):
+        make_checkpoint(tmp_path, step)
+    opened(address, tmp_path).wait(SECONDS)
+    remote = RemoteDirectory(address)
+    remote.remove(f"step-00000006/{MANIFEST}")
+    remote.write(f"step-00000004/{MANIFEST}", remote.read(f"step-00000004/{MANIFEST}")[:-10])
+    assert steps(address) == [2]
+    one = opened(address, tmp_path / "elsewhere")  # of a machine that is gone: nobody completes them
+    one.wait(SECONDS)
+    while any(name.startswith(("step-00000004", "step-00000006")) for name in remote.sizes()):
+        time.sleep(0.01)
+    assert steps(address) == [2]
+
+
+def test_a_file_of_another_size_is_not_a_checkpoints(address, tmp_path, opened):
+    path = make_checkpoint(tmp_path, 2)
+    opened(address, tmp_path).wait(SECONDS)
+    RemoteDirectory(address).write("step-00000002/actor/config", b"{ }")
+    assert steps(address) == []
+    opened(address, tmp_path).wait(SECONDS)
+    assert RemoteDirectory(address).read("step-00000002/actor/config") == (path / "actor/config").read_bytes()
+
+
+def test_an_upload_that_was_cut_off_continues(server, tmp_path, opened, monkeypatch):
+    """Only what had not arrived is sent, and the file that was under way."""
+    path = make_checkpoint(tmp_path, 2)
+    names = list(verify(path).files)
+    put, done = RemoteDirectory.put, threading.Event()
+
+    def killed_at_the_fourth(self: RemoteDirectory, source: Path, name: str, *more: Any) -> None:
+        if len(server.sent("first/step-00000002")) == 3:
+            self.write(name, source.read_bytes()[:5])
+            cut[0].stop()
+            done.set()
+            raise CheckpointError("cut off")
+        put(self, source, name, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteDirectory, "put", killed_at_the_fourth)
+        cut = [opened("s3://runs/first", tmp_path, continues=False)]
+        cut[0].start()
+        assert done.wait(SECONDS)
+        cut[0].open()  # waits for the thread
+    assert steps("s3://runs/first") == []
+    before = server.sent("first/step-00000002")
+    assert len(before) == 4
+    opened("s3://runs/first", tmp_path).wait(SECONDS)
+    again = server.sent("first/step-00000002")[4:]
+    assert [one.partition("step-00000002/")[2] for one in again] == [*names[3:], MANIFEST]
+    assert steps("s3://runs/first") == [2]
+    with fetched_checkpoint("s3://runs/first/step-00000002") as found:
+        assert verify(found) == verify(path)
+
+
+def test_nothing_is_lost_while_the_server_is_down(server, tmp_path, opened, caplog):
+    make_checkpoint(tmp_path, 2)
+    one = opened("s3://runs/first", tmp_path)
+    one.wait(SECONDS)
+    server.stop()
+    for step in (4, 6):
+        make_checkpoint(tmp_path, step)
+    with pytest.raises(CheckpointError, match=r"step-00000006, step-00000004 of .* is not at s3://runs/first: no"):
+        one.wait(0.2)
+    while not (told := [record.message for record in caplog.records if "The run continues" in record.message]):
+        time.sleep(0.01)
+    assert [path.name for path in saved_steps(tmp_path)] == ["step-00000006", "step-00000004", "step-00000002"]
+    assert len(told) == 1
+    assert str(tmp_path) in told[0]
+    server.start()
+    one.wait(SECONDS)
+    assert steps("s3://runs/first") == [6, 4, 2]
+    assert any("is reached again" in record.message for record in caplog.records)
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_sent_is_given_up(server, tmp_path, opened):
+    first = make_checkpoint(tmp_path, 2)
+    entered = threading.Event()
+
+    def prune(method: str, path: str) -> None:
+        if method == "PUT" and "step-00000002" in path and not entered.is_set():
+            entered.set()
+            make_checkpoint(tmp_path, 4)
+            shutil.rmtree(first)
+
+    server.before = prune
+    one = opened("s3://runs/first", tmp_path)
+    assert entered.wait(SECONDS)
+    one.wait(SECONDS)
+    while any(name.startswith("step-00000002") for name in one.remote.sizes()):
+        time.sleep(0.01)
+    assert steps("s3://runs/first") == [4]
+
+
+def test_a_damaged_checkpoint_does_not_hold_up_others(server, tmp_path, opened, caplog):
+    make_checkpoint(tmp_path, 2)
+    (make_checkpoint(tmp_path, 4) / "actor" / "config").unlink()
+    opened("s3://runs/first", tmp_path).wait(SECONDS)
+    assert steps("s3://runs/first") == [2]
+    assert any("is not sent" in record.message for record in caplog.records if record.levelno == logging.ERROR)
+
+
+entries = st.dictionaries(
+    st.sampled_from(["a", "b/c", "b/d", "e"]), st.builds(FileEntry, st.integers(0, 2), st.sampled_from(["x", "y"]))
+)
+
+
+@given(files=entries, sent=entries, there=st.dictionaries(st.sampled_from(["a", "b/c", "b/d", "z"]), st.integers(0, 2)))
+def test_what_is_sent_again(files, sent, there):
+    """A file is left out only if it was sent with this checksum and is there with this size; what is there afterwards
+    is the checkpoint."""
+    missing, surplus = to_send(files, sent, there)
+    for name in files:
+        arrived = name in sent and sent[name] == files[name] and there.get(name) == files[name].bytes
+        assert (name in missing) == (not arrived)
+    after = {name: size for name, size in there.items() if name not in surplus}
+    after |= {name: files[name].bytes for name in missing}
+    assert after == {name: entry.bytes for name, entry in files.items()}
+    assert to_send(files, {**sent, **{name: files[name] for name in missing}}, after) == ([], [])
+
+
+def test_a_directory_is_sent_whole_or_not_at_all(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path / "staging"))
+    for words in ("one", "two"):
+        with written_here("s3://runs/model") as target:
+            target.mkdir(parents=True)
+            for name in ("config.json", f"model-{words}.safetensors"):
+                (target / name).write_text(words)
+        assert not target.exists()
+    assert server.sent("model/")[-1].endswith("config.json")
+    remote = RemoteDirectory("s3://runs/model")
+    assert sorted(remote.sizes()) == ["config.json", "model-two.safetensors"]
+    copy = remote.fetch_model(("*.json", "*.safetensors"))
+    assert (copy / "config.json").read_text() == "two"
+    assert remote.fetch_model(("*.json", "*.safetensors")) == copy
+    remote.write("config.json", b"new")
+    assert (remote.fetch_model(("*.json",)) / "config.json").read_text() == "new"
+    remote.remove("config.json")
+    with pytest.raises(CheckpointError, match=r"has no config\.json or adapter_config\.json"):
+        remote.fetch_model(("*",))
+    server.stop()
+    try:
+        target = staging_directory("s3://runs/x")
+        target.mkdir(parents=True)
+        (target / "config.json").write_text("kept")
+        with pytest.raises(CheckpointError, match="It was not sent as a whole, and is in"), written_here("s3://runs/x"):
+            pass
+        assert (target / "config.json").read_text() == "kept"
+    finally:
+        server.start()
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("s4://bucket/run", r"fsspec has no scheme 's4'\. Did you mean 's3'"),
+        ("nope://bucket", "fsspec has no scheme 'nope'"),
+        ("gs://bucket/run", "needs the package gcsfs, which is not installed: pip install gcsfs"),
+        ("simplecache::s3://bucket", "chain of addresses"),
+        ("s3://bucket/../other", r"without '\.\.'"),
+        ("http://127.0.0.1:9/run", "cannot be written"),
+    ],
+)
+@pytest.mark.parametrize("made", [hf.Checkpoints, hf.Run])
+def test_addresses_that_cannot_be_used(address, says, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path / "staging"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        made(address)
+    assert not (tmp_path / "s3:").exists()
+
+
+def test_credentials_are_checked_at_once(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"s3://absent/run/.* cannot be written: .*Check the address, the credentials"
+    ):
+        hf.Checkpoints("s3://absent/run")
+    hf.Checkpoints("s3://runs/run")._owner.release()
+    assert "runs/run" not in str(RemoteDirectory("s3://runs/run").sizes())
+    server.stop()
+    try:
+        with pytest.raises(ConfigError, match=r"s3://runs/run/.* cannot be written"):
+            hf.Checkpoints("s3://runs/run")
+    finally:
+        server.start()
+
+
+def test_staging_directories(tmp_path, monkeypatch):
+    monkeypatch.delenv("HYBRIDFLOW_STAGING", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert staging_directory("s3://bucket/run") == tmp_path / "hybridflow/staging/s3/bucket/run"
+    monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path / "all"))
+    assert staging_directory(Path("s3://bucket/run")) == tmp_path / "all/s3/bucket/run"
+    with pytest.raises(ConfigError, match="is for an address"):
+        hf.Checkpoints(tmp_path / "local", staging=tmp_path)
