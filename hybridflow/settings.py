@@ -32,6 +32,7 @@ import yaml
 
 from hybridflow.errors import ConfigError, nearest
 
+STAGING = "HYBRIDFLOW_STAGING"  # the environment's name for the directory of all staging directories
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -185,6 +186,17 @@ def local_path(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     require(not is_address(text), f"{text!r} is an address of another machine: give a directory that is mounted here.")
     return text
+
+
+def staging_directory(address: str | os.PathLike[str]) -> Path:
+    """The local directory for an address: below $HYBRIDFLOW_STAGING, otherwise ~/.cache/hybridflow/staging.
+
+    Errors: ConfigError for one that leaves it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow" / "staging"
+    scheme, _, rest = os.fspath(address).partition(":")
+    parts = [part for part in rest.split("/") if part]
+    require(".." not in parts, f"{os.fspath(address)!r} leaves its directory: give an address without '..'.")
+    return Path(os.environ.get(STAGING) or cache).absolute().joinpath(scheme, *parts)
 
 
 def require(condition: bool, message: str) -> None:

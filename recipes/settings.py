@@ -64,7 +64,7 @@ def _schedules(cfg: Any) -> Iterator[tuple[Any, int]]:
 
 
 def directory(cfg: Any) -> Path:
-    """The run's directory: `name` if it is a path, such as ./first, otherwise runs/<name>."""
+    """The run's directory on this machine: `name` if it is a path, such as ./first, otherwise runs/<name>."""
     return run_directory(str(cfg.name))
 
 
@@ -89,9 +89,9 @@ def run(
     elif every and held_out is None:
         raise ConfigError(f"evaluate_every={every} needs held-out prompts: give held_out=.")
     how = {"total": cfg.steps, "every": cfg.checkpoint_every or None, "resume": str(cfg.resume)}
-    how |= {"batches": cfg.record_batches, "tokenizer": model if job is None else job.model}
-    config: Any = OmegaConf.to_container(given)
-    return hf.Run(directory(cfg), to=tuple(cfg.track), config=config, held_out=held_out, **how)
+    how |= {"batches": cfg.record_batches, "config": OmegaConf.to_container(given), "to": tuple(cfg.track)}
+    where = cfg.name if "://" in str(cfg.name) else directory(cfg)
+    return hf.Run(where, tokenizer=model if job is None else job.model, held_out=held_out, **how)
 
 
 def finish(run: hf.Run) -> None:

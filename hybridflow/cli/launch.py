@@ -22,7 +22,7 @@ from hybridflow import errors
 from hybridflow.cli.command_line import HELP, help_text, read_settings
 from hybridflow.cluster.startup import is_shown, listening, stage
 from hybridflow.errors import ConfigError, HybridFlowError, WorkerError
-from hybridflow.settings import local_path
+from hybridflow.settings import is_address, staging_directory
 
 CONFIGURATION = (ConfigError, errors.PlacementError, errors.ModelError, errors.PromptError)
 CONFIGURATION += (errors.CheckpointError, errors.BatchError)
@@ -117,8 +117,11 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
 
 
 def run_directory(name: str) -> Path:
-    """The directory of a run: `name` if it is a path, such as ./first, otherwise runs/<name>."""
-    return Path(local_path(name)).expanduser() if "/" in name else Path("runs") / name
+    """The directory of a run on this machine: `name` if it is a path, such as ./first, its staging directory if it is
+    an address, such as s3://bucket/first, otherwise runs/<name>."""
+    if is_address(name):
+        return staging_directory(name)
+    return Path(name).expanduser() if "/" in name else Path("runs") / name
 
 
 def split_name(name: str) -> tuple[str, str]:

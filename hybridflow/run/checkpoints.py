@@ -35,11 +35,7 @@ from hybridflow.engines.checkpoint.manifest import (
     step_directory,
     step_of,
 )
-from hybridflow.engines.checkpoint.remote_directory import (
-    RemoteDirectory,
-    fetched_checkpoint,
-    staging_directory,
-)
+from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory, fetched_checkpoint
 from hybridflow.errors import (
     BrokenGroupError,
     CheckpointError,
@@ -53,7 +49,7 @@ from hybridflow.errors import (
 from hybridflow.run.recovery import needs_moments, rebuild, replace_lost
 from hybridflow.run.run_state import Moment, RunParts, Saving, check_machines, metric_values, restore, verified
 from hybridflow.run.uploads import ENDED, Uploads
-from hybridflow.settings import by_name, is_address, local_path, require
+from hybridflow.settings import by_name, is_address, local_path, require, staging_directory
 from hybridflow.streams.stream import ResponseStream
 from hybridflow.tracking.run_lock import RunLock
 
@@ -172,9 +168,8 @@ class Checkpoints:
     def best_saved(self) -> tuple[int, float] | None:
         """The step and the value of the best checkpoint, which may be at the address only."""
         there = {} if self._uploads is None else self._uploads.there
-        return best_step(
-            [*((one.step, one.metrics) for _, one in complete_steps(self.directory)), *there.items()], self.best
-        )
+        here = ((one.step, one.metrics) for _, one in complete_steps(self.directory))
+        return best_step([*here, *there.items()], self.best)
 
     # Continuing
 
@@ -305,7 +300,7 @@ class Checkpoints:
                     if self._step and self._saved != self._step:
                         self._save(session)
                     self._report(wait=True)
-                    self._send(_UPLOAD_SECONDS)
+                    self._send()
                     if self._replay is not None:
                         self._replay.finished()
                     if status := session.backend.termination.asked:
@@ -398,7 +393,7 @@ class Checkpoints:
             if status or not self._asynchronous:
                 self._report(wait=True)
         if status:
-            self._send(_TERMINATED_SECONDS)
+            self._send()
             raise SystemExit(status)
 
     def save(self) -> Path:
@@ -447,12 +442,18 @@ class Checkpoints:
                 )
             self._prune()
 
-    def _send(self, seconds: float) -> None:
-        """Wait for uploads. Errors: CheckpointError after `seconds` without progress, unless failures are logged."""
-        if self._uploads is not None:
-            try:
-                self._uploads.wait(seconds)
-            except CheckpointError as error:
+    def _send(self, ending: bool = False) -> None:
+        """Wait for uploads. Errors: CheckpointError where they stand still, unless failures are logged."""
+        if self._uploads is None:
+            return
+        asked = Session.current().backend.termination.asked
+        seconds = _TERMINATED_SECONDS if asked else _END_SECONDS if ending else _UPLOAD_SECONDS
+        try:
+            self._uploads.wait(seconds, whole=bool(asked))
+        except CheckpointError as error:
+            if asked or ending:
+                logger.error("%s", error)
+            else:
                 self._failed(error)
 
     def _failed(self, error: CheckpointError) -> None:
@@ -464,9 +465,10 @@ class Checkpoints:
         kept, surplus = (found := saved_steps(self.directory))[: self.keep], found[self.keep :]
         if surplus:
             self._records.drop(0, step_of(kept[-1]))
-        best, _ = (self.best_checkpoint if surplus else None) or (None, 0.0)
+        best, _ = (self.best_saved if surplus else None) or (None, 0.0)
+        sending = None if self._uploads is None else self._uploads.sending  # else a slow one would never be complete
         for path in surplus:
-            if path != best:
+            if step_of(path) != best and path != sending:
                 try:
                     remove(path)
                 except OSError as error:  # the run does not need it to be gone
@@ -486,9 +488,6 @@ class Checkpoints:
             with suppress(OSError):
                 (self.directory / ENDED).write_text(f"{self._step}{self._stopped}\n")
         if self._uploads is not None:
-            try:
-                self._uploads.wait(_TERMINATED_SECONDS)
-            except CheckpointError as error:
-                logger.error("%s", error)
+            self._send(ending=True)
             self._uploads.stop()
         self._owner.release()

@@ -37,9 +37,9 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
-from hybridflow.engines.checkpoint.remote_directory import STAGING, fetched_checkpoint, written_here
+from hybridflow.engines.checkpoint.remote_directory import fetched_checkpoint, opened, written_here
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
-from hybridflow.settings import is_address
+from hybridflow.settings import STAGING, is_address
 from hybridflow.tracking.tracker import Tracker
 from hybridflow.workers.worker import Worker, has_state, rank_file
 
@@ -100,6 +100,8 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     session = Session.current()
     if Session.replay is None:
         check_machines(session, path)
+        if (remote := opened(path)) is not None and remote.sizes():
+            raise CheckpointError(f"{path} exists already: a checkpoint is never written over. Remove it first.")
         with written_here(path) as target:
             Saving(session, Path(os.path.abspath(target)), RunParts.of(session, parts)).result()
     return os.fspath(path) if is_address(path) else os.path.abspath(path)

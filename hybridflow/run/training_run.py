@@ -15,11 +15,11 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.engines.checkpoint.manifest import step_directory
-from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory, staging_directory
+from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory
 from hybridflow.held_out import HeldOut, HeldOutLoss
 from hybridflow.run.checkpoints import Checkpoints
 from hybridflow.run.run_state import metric_values
-from hybridflow.settings import by_name, is_address, require
+from hybridflow.settings import by_name, is_address, staging_directory
 from hybridflow.tracking.metric_loggers import Destinations
 from hybridflow.tracking.tracker import Tracker
 
@@ -67,11 +67,10 @@ class Run:
     ) -> None:
         best = held_out.best if best is None and held_out is not None and held_out.every else best
         where = RemoteDirectory(directory).address if is_address(directory) else os.fspath(directory)
-        require(staging is None or is_address(directory), f"staging={staging!r} is for an address such as s3://bucket.")
         home = Path(staging or staging_directory(where)) if is_address(where) else Path(where)
         self.tracker = Tracker(home, to=to, total=total, config=config, console=console)
         saved: dict[str, Any] = {"every": every, "keep": keep, "best": best, "resume": resume, "batches": batches}
-        saved |= {} if staging is None else {"staging": home / "checkpoints"}
+        saved["staging"] = None if staging is None else home / "checkpoints"
         self.checkpoints = Checkpoints(f"{where}/checkpoints", **saved)
         self.directory, self.held_out = self.tracker.directory, held_out
         self._samples, self._tokenizer = samples, tokenizer
@@ -111,9 +110,8 @@ class Run:
     def finish(self) -> None:
         """Wait for the last iteration and write what is left; the best checkpoint becomes a note of the run."""
         if (best := self.checkpoints.best_saved) is not None:
-            self.tracker.note(
-                best_checkpoint=f"{step_directory(self.directory, best[0]).name}, {self.checkpoints.best} {best[1]:.3f}"
-            )
+            name = step_directory(self.directory, best[0]).name
+            self.tracker.note(best_checkpoint=f"{name}, {self.checkpoints.best} {best[1]:.3f}")
         self.tracker.finish()
 
     def __enter__(self) -> Self:

@@ -45,6 +45,7 @@ class Uploads:
     ) -> None:
         self.remote, self.staging, self._keep, self._best = RemoteDirectory(address), Path(staging), keep, best
         self.there: dict[int, Mapping[str, float | None]] = {}
+        self.sending: Path | None = None  # kept here meanwhile
         self._ended = ""  # the mark at the address
         self._begun = set[int]()  # steps with files at the address that are not complete
         self._known: dict[int, Mapping[str, float | None] | None] = {}  # those here; None: damaged
@@ -59,10 +60,7 @@ class Uploads:
         if self._thread is not None:
             self.stop()
             self._thread.join()
-        self._known, self.there = (
-            {},
-            {step: manifest.metrics for step, manifest in self.remote.complete_steps().items()},
-        )
+        self._known, self.there = {}, {n: one.metrics for n, one in self.remote.complete_steps().items()}
         names = self.remote.sizes()
         steps = {step_of(Path(name.partition("/")[0])) for name in names}
         self._begun = {step for step in steps if step is not None} - self.there.keys()
@@ -115,22 +113,22 @@ class Uploads:
         self._stopped = True
         self._wake.set()
 
-    def wait(self, seconds: float) -> None:
-        """Wait until all is sent, and no longer than `seconds` without progress.
+    def wait(self, seconds: float, whole: bool = False) -> None:
+        """Wait until all is sent, and no longer than `seconds` without progress, or `whole` with it.
 
         Errors: CheckpointError that says what was not sent, why, and where it lies."""
         if self._thread is None or self._stopped:
             return
-        self._progress = time.monotonic()
+        begin = self._progress = time.monotonic()
         self._wake.set()
         if left := self._names_left():
             logger.warning("waiting until %s is at %s", left, self.remote.address)
         while left := self._names_left():
-            if time.monotonic() - self._progress > seconds:
+            if time.monotonic() - (begin if whole else self._progress) > seconds:
+                how = "" if whole else " without progress"
                 raise CheckpointError(
-                    f"{left} of {self.staging} is not at {self.remote.address}: no progress in "
-                    f"{seconds:g} s. {self._why} They stay in {self.staging}, and the same program sends them when it "
-                    f"runs again."
+                    f"{left} of {self.staging} is not at {self.remote.address} after {seconds:g} s{how}. {self._why} "
+                    f"All stays in {self.staging}, and the same program sends it when it runs again."
                 )
             time.sleep(0.02)
 
@@ -171,10 +169,13 @@ class Uploads:
     def _left(self) -> tuple[list[int], list[int]]:
         """The steps to send, and those to remove at the address, newest first."""
         here, there = self._here(), self.there
-        both = dict(sorted({**here, **there}.items(), reverse=True))
-        best, _ = best_step(both.items(), self._best) or (None, 0.0)
-        kept = {*list(both)[: self._keep], best}
-        return [step for step in here if step in kept - there.keys()], [step for step in there if step not in kept]
+        wanted = self._kept(dict(sorted({**here, **there}.items(), reverse=True))) - there.keys()
+        kept = self._kept(there)
+        return [step for step in here if step in wanted], [step for step in there if step not in kept]
+
+    def _kept(self, metrics: Mapping[int, Mapping[str, float | None]]) -> set[int]:
+        best = best_step(metrics.items(), self._best)
+        return {*list(metrics)[: self._keep], *(best[:1] if best else ())}
 
     def _names_left(self) -> str:
         send, remove = ([step_directory(Path(), step).name for step in steps] for steps in self._left())
@@ -188,13 +189,19 @@ class Uploads:
 
     def _send_all(self) -> None:
         """Errors: CheckpointError."""
-        while not self._stopped and (waiting := self._left()[0]):
-            self._send(step_directory(self.staging, waiting[0]))
-        surplus = self._left()[1]
-        for step in [] if self._stopped else [*surplus, *(self._begun - self._here().keys())]:
-            self.remote.remove(step_directory(Path(), step).name, first=MANIFEST)
-            self.there = {one: metrics for one, metrics in self.there.items() if one != step}
-            self._begun.discard(step)
+        while not self._stopped:
+            waiting, surplus = self._left()
+            for step in [*surplus, *(self._begun - self._here().keys())]:
+                self.remote.remove(step_directory(Path(), step).name, first=MANIFEST)
+                self.there = {one: metrics for one, metrics in self.there.items() if one != step}
+                self._begun.discard(step)
+            if not waiting:
+                break
+            self.sending = step_directory(self.staging, waiting[0])
+            try:
+                self._send(self.sending)
+            finally:
+                self.sending = None
         if not self._stopped and (mark := self._mark()):
             self.remote.write(ENDED, mark.encode())
             self._ended = mark

@@ -10,6 +10,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +99,7 @@ def test_the_best_checkpoint_comes_from_the_address(cluster, address, tmp_path):
     assert steps(address) == [3, 1]
     second = run("second")
     assert train(cluster, second, until=4) == [4]
+    assert not (tmp_path / "second/checkpoints/step-00000001").exists()  # not fetched without need
     assert steps(address) == [4, 1]
     assert second.checkpoints.best_saved == (1, 1.0)
     assert second.checkpoints.best_checkpoint == (tmp_path / "second/checkpoints/step-00000001", 1.0)
@@ -108,6 +111,31 @@ def test_a_damaged_checkpoint_here_is_fetched_again(cluster, address, tmp_path):
     assert train(cluster, hf.Run(address, **kept), until=3) == [1, 2, 3]
     (tmp_path / "here/checkpoints/step-00000003" / MANIFEST).write_bytes(b"{}")
     assert train(cluster, hf.Run(address, **kept)) == [4, 5, 6]
+
+
+def test_a_checkpoint_that_is_being_sent_stays_here(cluster, address, tmp_path, monkeypatch):
+    """Otherwise uploads that take longer than the iterations between checkpoints would never be complete."""
+    put, entered, goes_on, sent = RemoteDirectory.put, Event(), Event(), list[str]()
+
+    def slow(self: RemoteDirectory, source: Path, name: str, *more: Any) -> None:
+        entered.set()
+        assert goes_on.wait(60)
+        sent.append(name)
+        put(self, source, name, *more)
+
+    monkeypatch.setattr(RemoteDirectory, "put", slow)
+    run = hf.Run(address, staging=tmp_path / "here", console=False, every=1, keep=1)
+    for batch in run.loop(Loader(5)):
+        run.step(batch, {"loss": 1.0})
+        run.checkpoints._report(wait=True)
+        assert entered.wait(60)
+        if run.checkpoints.done == 5:
+            found = [path.name for path in saved_steps(tmp_path / "here/checkpoints")]
+            assert found == ["step-00000005", "step-00000001"]
+            goes_on.set()
+    close(cluster)
+    assert [name for name in sent if name.endswith(MANIFEST)] == [f"step-0000000{n}/{MANIFEST}" for n in (1, 5)]
+    assert steps(address) == [5]
 
 
 def test_another_run_continues_from_an_address(cluster, address, tmp_path, staging):
@@ -124,12 +152,13 @@ def test_another_run_continues_from_an_address(cluster, address, tmp_path, stagi
 
 def test_a_run_whose_checkpoints_were_not_sent_says_so(cluster, server, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_UPLOAD_SECONDS", 0.5)
-    monkeypatch.setattr(module, "_TERMINATED_SECONDS", 0.5)
+    monkeypatch.setattr(module, "_END_SECONDS", 0.5)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     run = hf.Run("s3://runs/down", staging=tmp_path / "here", console=False, every=2)
     done = []
-    with pytest.raises(CheckpointError, match=r"step-00000006, step-00000004.* is not at s3://runs/down/checkpoints"):
+
+    def loop() -> None:
         for batch in run.loop(Loader(6)):
             run.step(batch, {"loss": 1.0})
             done.append(run.checkpoints.done)
@@ -138,6 +167,9 @@ def test_a_run_whose_checkpoints_were_not_sent_says_so(cluster, server, tmp_path
                 assert run.checkpoints._uploads is not None
                 run.checkpoints._uploads.wait(60)
                 server.stop()
+
+    with pytest.raises(CheckpointError, match=r"step-00000006, step-00000004.* is not at s3://runs/down/checkpoints"):
+        loop()
     assert done == [1, 2, 3, 4, 5, 6]  # training did not stop
     close(cluster)
     server.start()
@@ -146,13 +178,10 @@ def test_a_run_whose_checkpoints_were_not_sent_says_so(cluster, server, tmp_path
 
 
 def test_ranks_of_several_machines_need_a_directory_that_all_see(cluster, tmp_path, monkeypatch):
-    class Group:
-        class ranks:  # noqa: N801
-            hosts = [type("Host", (), {"node_name": name}) for name in ("a", "b")]
-
+    hosts = [SimpleNamespace(node_name=name) for name in ("a", "b")]
     monkeypatch.delenv("HYBRIDFLOW_STAGING", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(cluster.groups, "actor", Group)
+    monkeypatch.setitem(cluster.groups, "actor", SimpleNamespace(ranks=SimpleNamespace(hosts=hosts)))
     address = f"file://{tmp_path}/there"
     for call in (lambda: hf.save(address), lambda: hf.load(address), lambda: hf.Checkpoints(address).resume(Loader(1))):
         with pytest.raises(ConfigError, match="ranks on 2 machines have to share: set HYBRIDFLOW_STAGING"):

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridflow as hf
-from hybridflow.cli.launch import run_directory
 from hybridflow.config import SGD, VLLM, Adam, Megatron, Sampling, TrainStrategy
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.settings import local_path

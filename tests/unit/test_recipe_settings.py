@@ -187,11 +187,13 @@ def test_schedules_end_with_the_run():
     assert settings.read(safe_rlhf.DEFAULTS, linear).actor.optim.total_steps == 150  # and one on texts each
 
 
-def test_the_directory_of_a_run_is_its_name_or_a_path(tmp_path):
+def test_the_directory_of_a_run_is_its_name_or_a_path(tmp_path, monkeypatch):
     assert settings.directory(read()) == Path("runs/grpo")
     assert settings.directory(read("name=a/b")) == Path("a/b")
     assert settings.directory(read(f"name={tmp_path}")) == tmp_path
     assert settings.directory(read("name=./b")) == Path("b")
+    monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path))
+    assert settings.directory(read("name=s3://bucket/b")) == tmp_path / "s3/bucket/b"
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,10 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.errors import CheckpointError, ConfigError, nearest
-from hybridflow.settings import is_address, require
+from hybridflow.settings import STAGING, is_address, require, staging_directory
 
-STAGING = "HYBRIDFLOW_STAGING"  # the environment's name for the directory that has all staging directories
 _CONFIGS = ("config.json", "adapter_config.json")  # the last file of a model that is sent
 _SCHEMES = ("s3", "gs", "az", "oss", "hdfs", "sftp", "webdav", "file")  # those that hints name
-_FETCHED = ".fetched.json"  # of which files at an address a fetched model is the copy
 
 
 class RemoteDirectory:
@@ -96,7 +94,7 @@ class RemoteDirectory:
                 found = self._files.find(path, detail=True)
             except FileNotFoundError:
                 return {}
-            before = self._files._strip_protocol(path).rstrip("/") + "/"
+            before = path.rstrip("/") + "/"
             return {at[len(before) :]: one["size"] for at, one in found.items() if at.startswith(before)}
 
     def read(self, name: str) -> bytes:
@@ -189,13 +187,13 @@ class RemoteDirectory:
         names = [name for name in self.sizes() if any(fnmatch(name, pattern) for pattern in files)]
         if not {*_CONFIGS} & {*names}:
             raise CheckpointError(f"{self.address} has no {' or '.join(_CONFIGS)}: it is not a model, or not complete.")
-        there = json.dumps(self.identities(sorted(names)))
-        target = staging_directory(self.address) / hashlib.sha256(there.encode()).hexdigest()[:16]
-        if not (target / _FETCHED).exists():
+        there = json.dumps([self.address, self.identities(sorted(names))])
+        here, digest = staging_directory(self.address), hashlib.sha256(there.encode()).hexdigest()
+        target = here.with_name(f".{here.name}-{digest[:16]}")
+        if not target.exists():
             with _replacing(target) as partial:
                 for name in names:
                     self.get(name, partial / name)
-                (partial / _FETCHED).write_text(there)
         return target
 
     def send_model(self, source: Path) -> None:
@@ -211,15 +209,6 @@ class RemoteDirectory:
             self.put(source / name, name)
 
 
-def staging_directory(address: str | os.PathLike[str]) -> Path:
-    """The local directory for an address: below $HYBRIDFLOW_STAGING, otherwise ~/.cache/hybridflow/staging."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow" / "staging"
-    scheme, _, rest = os.fspath(address).partition(":")
-    parts = [part for part in rest.split("/") if part]
-    require(".." not in parts, f"{os.fspath(address)!r} leaves its directory: give an address without '..'.")
-    return Path(os.environ.get(STAGING) or cache).absolute().joinpath(scheme, *parts)
-
-
 def opened(path: Any) -> RemoteDirectory | None:
     """The directory at an address; None for a path of this machine."""
     return RemoteDirectory(path) if is_address(path) else None
@@ -233,7 +222,11 @@ def written_here(path: str | os.PathLike[str], sends: bool = True) -> Iterator[P
         yield Path(path)
         return
     target = staging_directory(remote.address)
-    yield target
+    try:
+        yield target
+    except CheckpointError as error:
+        error.add_note(f"{path} is written in {target}, which ranks of several machines have to share: see {STAGING}.")
+        raise
     if sends:
         try:
             remote.send_model(target)
@@ -263,7 +256,7 @@ def fetched_checkpoint(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield Path(os.path.abspath(path))
         return
     source, name = checkpoint_at(remote)
-    copies = staging_directory(source.address) / f".fetched-{uuid.uuid4().hex}"
+    copies = staging_directory(source.address).with_name(f".fetched-{uuid.uuid4().hex}")
     try:
         yield source.fetch_checkpoint(name, copies / name)
     finally:
