@@ -444,9 +444,9 @@ class Checkpoints:
 
     def _send(self, ending: bool = False) -> None:
         """Wait for uploads. Errors: CheckpointError where they stand still, unless failures are logged."""
-        if self._uploads is None:
-            return
         asked = Session.current().backend.termination.asked
+        if self._uploads is None or (asked and ending):  # it has waited
+            return
         seconds = _TERMINATED_SECONDS if asked else _END_SECONDS if ending else _UPLOAD_SECONDS
         try:
             self._uploads.wait(seconds, whole=bool(asked))

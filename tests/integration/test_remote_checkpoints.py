@@ -177,6 +177,29 @@ def test_a_run_whose_checkpoints_were_not_sent_says_so(cluster, server, tmp_path
     assert steps("s3://runs/down") == [6, 4, 2]
 
 
+def test_a_run_that_is_asked_to_end_does_not_wait_long(cluster, server, tmp_path, monkeypatch, caplog):
+    """Its status is that of SIGTERM, whatever was sent."""
+    monkeypatch.setattr(module, "_TERMINATED_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_END_SECONDS", 0.2)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    run = hf.Run("s3://runs/asked", staging=tmp_path / "here", console=False, every=2)
+
+    def loop() -> None:
+        for batch in run.loop(Loader(6)):
+            server.stop()
+            patch.setattr(cluster.backend.termination, "_asked", 128 + signal.SIGTERM)
+            run.step(batch, {"loss": 1.0})
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        loop()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert any("step-00000001" in one.message for one in caplog.records if one.levelname == "ERROR")
+    close(cluster)
+    server.start()
+    assert train(cluster, hf.Run("s3://runs/asked", staging=tmp_path / "here", console=False)) == [2, 3, 4, 5, 6]
+
+
 def test_ranks_of_several_machines_need_a_directory_that_all_see(cluster, tmp_path, monkeypatch):
     hosts = [SimpleNamespace(node_name=name) for name in ("a", "b")]
     monkeypatch.delenv("HYBRIDFLOW_STAGING", raising=False)

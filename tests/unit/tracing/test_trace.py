@@ -549,6 +549,30 @@ def test_groups_that_no_device_can_hold_are_refused_before_anything_starts(tmp_p
     check_driver(driver)  # the devices of that cluster are unknown
 
 
+def test_addresses_are_checked_before_anything_starts_and_not_for_a_plan(tmp_path: Path, monkeypatch):
+    model = make_policy(tmp_path / "policy")
+
+    def driver():
+        generate = hf.VLLM(max_length=16, sampling=hf.Sampling(max_tokens=4))
+        actor = hf.ActorWorker.on(hf.ResourcePool(1), model=model, optim=hf.SGD(lr=1.0), generate=generate)
+        run = hf.Run(address, console=False)
+        for prompts in run.loop(hf.PromptLoader([{"prompt": "1+1="}] * 8, batch_size=8)):
+            batch = actor.generate_sequences(prompts)
+            run.step(batch, actor.update_actor(batch | {"advantages": torch.zeros(8)}, loss=lambda *_: None))
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing answers there
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    address = "s3://bucket/run"
+    assert trace_driver(driver).graph
+    with pytest.raises(ConfigError, match=r"s3://bucket/run/checkpoints/.* cannot be written: .*Check the address"):
+        check_driver(driver)
+    address = "gs://bucket/run"
+    with pytest.raises(ConfigError, match="pip install gcsfs"):
+        check_driver(driver)
+
+
 def test_a_process_that_a_trace_does_not_have():
     def driver():
         hf.ResourcePool(2).events()
