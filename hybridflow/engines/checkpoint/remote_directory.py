@@ -32,6 +32,7 @@ from hybridflow.errors import CheckpointError, ConfigError, nearest
 from hybridflow.settings import STAGING, is_address, require, staging_directory
 
 _CONFIGS = ("config.json", "adapter_config.json")  # the last file of a model that is sent
+_MARKS = (MANIFEST, *_CONFIGS)
 _SCHEMES = ("s3", "gs", "az", "oss", "hdfs", "sftp", "webdav", "file")  # those that hints name
 
 
@@ -197,15 +198,18 @@ class RemoteDirectory:
         return target
 
     def send_model(self, source: Path) -> None:
-        """Replace the directory by the files of `source`. What has begun and not ended is no model: its configuration,
-        or a checkpoint's manifest, is removed first and sent last. Errors: CheckpointError."""
-        names = [str(path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()]
-        last = next((name for name in (MANIFEST, *_CONFIGS) if name in names), "")
-        there = self.sizes()
-        for name in sorted(there, key=lambda name: name not in (MANIFEST, *_CONFIGS)):
-            if name in (MANIFEST, *_CONFIGS) or name not in names:
+        """Replace the files of the directory by those of `source`. What has begun and not ended is no model: its
+        configuration, or a checkpoint's manifest, is removed first and sent last. Errors: CheckpointError, also where
+        there are other files than those of a model."""
+        names, marks = [str(path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()], _MARKS
+        there = [name for name in self.sizes() if "/" not in name]  # directories below are not of a model
+        other = [name for name in there if name not in names and not name.endswith(".safetensors")]
+        if other and not {*marks} & {*there}:
+            raise CheckpointError(f"{self.address} has other files, such as {other[0]}: give a directory of its own.")
+        for name in sorted(there, key=lambda name: name not in marks):
+            if name in marks or name not in names:
                 self.remove(name)
-        for name in sorted(names, key=lambda name: name == last):
+        for name in sorted(names, key=lambda name: name in marks):
             self.put(source / name, name)
 
 
@@ -221,7 +225,8 @@ def written_here(path: str | os.PathLike[str], sends: bool = True) -> Iterator[P
     if (remote := opened(path)) is None:
         yield Path(path)
         return
-    target = staging_directory(remote.address)
+    here = staging_directory(remote.address)
+    target = here.parent / ".sending" / here.name  # the directory of a run may be `here`
     try:
         yield target
     except CheckpointError as error:

@@ -290,6 +290,15 @@ def test_a_directory_is_sent_whole_or_not_at_all(server, tmp_path, monkeypatch):
     assert server.sent("model/")[-1].endswith("config.json")
     remote = RemoteDirectory("s3://runs/model")
     assert sorted(remote.sizes()) == ["config.json", "model-two.safetensors"]
+    remote.write("checkpoints/kept", b"1")
+    with written_here("s3://runs/model") as target:
+        target.mkdir(parents=True)
+        for name in ("config.json", "model-two.safetensors"):
+            (target / name).write_text("two")
+    assert sorted(remote.sizes()) == ["checkpoints/kept", "config.json", "model-two.safetensors"]
+    RemoteDirectory("s3://runs/notes").write("notes.txt", b"1")
+    with pytest.raises(CheckpointError, match=r"has other files, such as notes\.txt"):
+        RemoteDirectory("s3://runs/notes").send_model(tmp_path)
     copy = remote.fetch_model(("*.json", "*.safetensors"))
     assert (copy / "config.json").read_text() == "two"
     assert remote.fetch_model(("*.json", "*.safetensors")) == copy
@@ -300,7 +309,7 @@ def test_a_directory_is_sent_whole_or_not_at_all(server, tmp_path, monkeypatch):
         remote.fetch_model(("*",))
     server.stop()
     try:
-        target = staging_directory("s3://runs/x")
+        target = staging_directory("s3://runs/.sending/x")
         target.mkdir(parents=True)
         (target / "config.json").write_text("kept")
         with pytest.raises(CheckpointError, match="It was not sent as a whole, and is in"), written_here("s3://runs/x"):
