@@ -61,7 +61,8 @@ class Optimizer:
     """Base of Adam and SGD. `clip_grad` is the largest global gradient norm (0 switches clipping off).
 
     The learning rate rises linearly over `warmup_steps` optimizer steps and then follows `schedule` down to `min_lr`
-    over `total_steps` (needed unless the schedule is constant).
+    over `total_steps` (needed unless the schedule is constant). `lr` is the highest of the schedule, which never rises
+    to `min_lr`.
 
     A step is skipped when its gradients, or what they were computed from, are not finite. After `max_skipped` such
     steps in a row the update raises a DivergenceError (None: never).
@@ -93,7 +94,8 @@ class Optimizer:
             return self.lr
         done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         shape = 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.min_lr + (self.lr - self.min_lr) * shape
+        least = min(self.min_lr, self.lr)
+        return least + (self.lr - least) * shape
 
 
 def _are_betas(value: Any) -> bool:

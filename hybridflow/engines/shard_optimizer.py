@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class ShardOptimizer:
     Weight decay leaves out the names in `no_decay` (norms and biases). `parts` are the names of each part of a step,
     `steps` counts the updates that were made, `result` is that of the last step; `changed`: it has changed parameters
     or state, completely or not. With `fp16` losses are scaled. Moments exist from the start: no step takes memory.
+    `settings` are those given, with what `change` has changed since.
     """
 
     def __init__(
@@ -61,22 +63,17 @@ class ShardOptimizer:
         fp16: bool = False,
     ) -> None:
         self.settings, self.shards, self.parts = settings, shards, parts
+        self._given, self._changes, self._no_decay = settings, dict[str, Any](), no_decay
         self.scale = LossScale() if fp16 else None
         self.steps = 0
         self.result: dict[str, float] = {}
         self.overflowed = self.changed = False  # overflowed: a smaller loss scale may cure the skipped step
         self._offloaded: Residency | None = None
-        main = shards.main
-        parameters = [
-            {"params": [main[n] for n in main if n not in no_decay], "weight_decay": settings.weight_decay},
-            {"params": [main[n] for n in main if n in no_decay], "weight_decay": 0.0},
-        ]
+        main, parameters = shards.main, self._parameter_groups()
         self._moments: tuple[str, ...] = ()
         if isinstance(settings, config.Adam):
             self._moments = ("exp_avg", "exp_avg_sq")
-            self.torch: torch.optim.Optimizer = torch.optim.AdamW(
-                parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-            )
+            self.torch: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=settings.lr, fused=True)
         else:
             momentum = settings.momentum if isinstance(settings, config.SGD) else 0.0
             self._moments = ("momentum_buffer",) if momentum else ()
@@ -86,6 +83,24 @@ class ShardOptimizer:
             if isinstance(settings, config.Adam):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
             state.update({kind: torch.zeros_like(tensor) for kind in self._moments})
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Torch's groups: parameters with equal settings."""
+        own, main = self.settings, self.shards.main
+        settings = {"betas": own.betas, "eps": own.eps} if isinstance(own, config.Adam) else {}
+        decay = {False: own.weight_decay, True: 0.0}  # by whether it is left out
+        return [
+            {**settings, "params": [main[n] for n in main if (n in self._no_decay) == out], "weight_decay": decay[out]}
+            for out in decay
+        ]
+
+    def change(self, changes: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> None:
+        """From the next step on: the settings with `changes`, besides those made `before` (default: so far)."""
+        self._changes = {**(self._changes if before is None else before), **changes}
+        self.settings = replace(self._given, **self._changes)
+        self.torch.param_groups.clear()
+        for group in self._parameter_groups():
+            self.torch.add_param_group(group)
 
     @property
     def _names(self) -> list[str]:
@@ -181,13 +196,15 @@ class ShardOptimizer:
         return {"main": main, **{kind: {name: state[main[name]][kind] for name in main} for kind in self._moments}}
 
     def counters(self) -> dict[str, Any]:
-        """Updates made and the state of the loss scale; plain values."""
-        return {"steps": self.steps, "loss_scale": {} if self.scale is None else self.scale.state()}
+        """Updates made, the state of the loss scale, and changed settings; plain values."""
+        scale = {} if self.scale is None else self.scale.state()
+        return {"steps": self.steps, "loss_scale": scale, "changes": self._changes}
 
     def moved(self, counters: Mapping[str, Any]) -> None:
         """Main parameters and moments were written from outside: continue with `counters`, copy main ones to the
         parameters. Collective over the data parallel ranks."""
         self.steps = counters["steps"]
+        self.change(counters.get("changes", {}), before={})
         if isinstance(self.settings, config.Adam):
             for main in self.shards.main.values():
                 self.torch.state[main]["step"].fill_(self.steps)

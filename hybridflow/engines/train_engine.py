@@ -382,8 +382,12 @@ class TrainEngine:
         return self._training().storage()
 
     def optimizer_counters(self) -> dict[str, Any]:
-        """Steps made and the state of the loss scale, equal on all ranks."""
+        """Steps made, the state of the loss scale and changed settings, equal on all ranks."""
         return self._training().counters()
+
+    def change_optimizer(self, changes: Mapping[str, Any]) -> None:
+        """Settings of the optimizer from the next step on."""
+        self._training().change(changes)
 
     def optimizer_moved(self, counters: Mapping[str, Any]) -> None:
         """`optimizer_storage()` was written from outside: take the counters, and the parameters from `main`.

@@ -172,6 +172,16 @@ def _check_save(settings: Settings, call: Any) -> None:
     call["path"] = os.path.abspath(local_path(call["path"]))
 
 
+def _optimizer_changes(settings: Settings, call: Settings) -> Settings:
+    """What the call sets, as the optimizer's class has it. Errors: ConfigError for a value that it refuses."""
+    optim = settings.get("optim")
+    require(optim is not None, "set_optimizer: this group does not train. Give it optim=hf.Adam(lr=...) when placed.")
+    given = {name: value for name, value in call.items() if value is not None}
+    require(bool(given), "set_optimizer() changes nothing: give what should change, such as lr=1e-6.")
+    changed = replace(cast(Optimizer, optim), **given)
+    return {name: getattr(changed, name) for name in given}
+
+
 class ModelWorker(Worker):
     """One rank of a sharded model as a `TrainEngine`."""
 
@@ -362,6 +372,27 @@ class ModelWorker(Worker):
     def _step(self, last: bool) -> dict[str, float]:
         """One optimizer step; `last`: it ends the update."""
         return self.engine.step()
+
+    @register(ALL_RANKS_FIRST_OUTPUT, binds=_optimizer_changes)
+    def set_optimizer(
+        self,
+        *,
+        lr: float | None = None,
+        min_lr: float | None = None,
+        weight_decay: float | None = None,
+        clip_grad: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+    ) -> None:
+        """Settings of the optimizer from the next update on; None leaves one as it is.
+
+        Moments and step counts stay. The schedule continues: it scales the new `lr` as it did the old one.
+        Checkpoints keep what was changed, and a run that continues has it again. Errors: ConfigError for a value or
+        setting that `hf.Adam` or `hf.SGD` refuses, and for a group that does not train.
+        """
+        given = {"lr": lr, "min_lr": min_lr, "weight_decay": weight_decay, "clip_grad": clip_grad}
+        given |= {"betas": betas, "eps": eps}
+        self.engine.change_optimizer({name: value for name, value in given.items() if value is not None})
 
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
     def save(self, path: str | os.PathLike[str], merged: bool = False, dtype: DType | None = None) -> str:
