@@ -115,9 +115,9 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
 
     The transfer runs in call order on both groups: later calls on `destination` see all of the new weights. A rollout
     on devices of its own decodes its unfinished rows until `source` is ready to send. A destination that trains keeps
-    its optimizer's moments. If the transfer fails, calls on `destination` raise until a `sync_weights` into it
-    succeeds. The future returns `bytes` (over the wire, of all ranks), `seconds`, and `pause`: the longest time for
-    which a rank neither trained nor decoded.
+    its optimizer's moments; a reference with `ema_decay` takes a step of its moving average. If the transfer fails,
+    calls on `destination` raise until a `sync_weights` into it succeeds. The future returns `bytes` (over the wire, of
+    all ranks), `seconds`, and `pause`: the longest time for which a rank neither trained nor decoded.
 
     Errors, before a byte moves: LayoutError when the models differ, PlacementError for a closed group, ConfigError for
     a group without weights.
@@ -137,7 +137,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         return here, there
 
     moving = source.session.backend.channels.send(source.ranks, destination.ranks, WEIGHTS, layouts)
-    destination.weights_changed(source)
+    destination.weights_changed(None if destination.settings.get("ema_decay") is not None else source)
     return moving
 
 

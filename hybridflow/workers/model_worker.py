@@ -198,7 +198,8 @@ class ModelWorker(Worker):
         if path is None:
             return WorkerSpec(resolve=_resolved, layout=partial(_no_layout, cls.role))
         model = partial(read_spec, path, cls.head, train)
-        idle = {name: value for name, value in {"optim": None, "offload": True}.items() if name in settings}
+        apart = {"optim": None, "offload": True, "ema_decay": None}  # of replicas, which get the group's weights
+        idle = {name: value for name, value in apart.items() if name in settings}
         fixed = (
             f"{cls.__name__} trains adapters of the weights in {path}: these cannot be replaced or laid out anew. "
             f"Save it and place another group with model= that directory."
@@ -418,7 +419,7 @@ class ModelWorker(Worker):
                 return str(path)
             self._merge()
             dtypes = saved_dtypes(self._dtypes, dtype, getattr(self.spec, "config", None))
-            (layout, storage), rank = engine.exact_weights(), self.context.rank
+            (layout, storage), rank = (self.optimizing_engine() or engine).exact_weights(), self.context.rank
             save_checkpoint(path, layout, storage, like=self._beside, group=group, rank=rank, dtypes=dtypes)
         return str(path)
 
