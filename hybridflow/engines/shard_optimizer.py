@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.parameter_groups import GroupSettings, settings_of
 from hybridflow.engines.sharded_model import Shards
 
 INITIAL_SCALE, SCALE_GROWTH, GROWTH_INTERVAL, HYSTERESIS = 2.0**16, 2.0, 1000, 2
@@ -51,7 +52,8 @@ class ShardOptimizer:
     Weight decay leaves out the names in `no_decay` (norms and biases). `parts` are the names of each part of a step,
     `steps` counts the updates that were made, `result` is that of the last step; `changed`: it has changed parameters
     or state, completely or not. With `fp16` losses are scaled. Moments exist from the start: no step takes memory.
-    `settings` are those given, with what `change` has changed since.
+    `settings` are those given, with what `change` has changed since. `tensors` are a canonical tensor of each name that
+    is not one.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class ShardOptimizer:
         no_decay: Collection[str],
         parts: Sequence[frozenset[str]],
         fp16: bool = False,
+        tensors: Mapping[str, str] | None = None,
     ) -> None:
         self.settings, self.shards, self.parts = settings, shards, parts
         self._given, self._changes, self._no_decay = settings, dict[str, Any](), no_decay
+        self._tensors = tensors or {}
         self.scale = LossScale() if fp16 else None
         self.steps = 0
         self.result: dict[str, float] = {}
@@ -88,11 +92,11 @@ class ShardOptimizer:
         """Torch's groups: parameters with equal settings."""
         own, main = self.settings, self.shards.main
         settings = {"betas": own.betas, "eps": own.eps} if isinstance(own, config.Adam) else {}
-        decay = {False: own.weight_decay, True: 0.0}  # by whether it is left out
-        return [
-            {**settings, "params": [main[n] for n in main if (n in self._no_decay) == out], "weight_decay": decay[out]}
-            for out in decay
-        ]
+        found: dict[GroupSettings, list[Tensor]] = {GroupSettings(own.lr, own.weight_decay): []}
+        for name, tensor in main.items():
+            key = settings_of(own, self._tensors.get(name, name), decays=name not in self._no_decay)
+            found.setdefault(key, []).append(tensor)
+        return [{**settings, "params": params, **key._asdict(), "highest": key.lr} for key, params in found.items()]
 
     def change(self, changes: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> None:
         """From the next step on: the settings with `changes`, besides those made `before` (default: so far)."""
@@ -160,7 +164,7 @@ class ShardOptimizer:
             self.scale.update(overflow=skipped)
         self.result = {"grad_norm": norm, "lr": self.lr, "skipped": float(skipped)}
         for group in self.torch.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.settings.lr_at(self.steps, group["highest"])
         return not skipped
 
     def _update(self, names: Iterable[str]) -> None:

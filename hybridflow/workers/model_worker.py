@@ -28,6 +28,7 @@ from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG, check_adapters, check_injection, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
+from hybridflow.engines.parameter_groups import check_groups
 from hybridflow.engines.replicas import check_replicas
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
@@ -161,6 +162,10 @@ def _check(
             check_adapters(lora.start, tensors)
     good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
     require(good, f"{name}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
+    if optimizer is not None and optimizer.groups:
+        trained = spec.tensors() if lora is None else trained_tensors(spec, lora)
+        layout = backend(settings["train"], "layout").weights_layout(settings["train"], spec, grid)
+        check_groups(optimizer, trained, layout)
     good = type(offload := settings.get("offload", False)) is bool
     require(good, f"{name}(offload={offload!r}): the {role} waits as a whole, give True or False.")
 
@@ -387,9 +392,10 @@ class ModelWorker(Worker):
     ) -> None:
         """Settings of the optimizer from the next update on; None leaves one as it is.
 
-        Moments and step counts stay. The schedule continues: it scales the new `lr` as it did the old one.
-        Checkpoints keep what was changed, and a run that continues has it again. Errors: ConfigError for a value or
-        setting that `hf.Adam` or `hf.SGD` refuses, and for a group that does not train.
+        Moments and step counts stay, and so do the lr and weight decay that `groups` have of their own. The schedule
+        continues: it scales the new `lr` as it did the old one. Checkpoints keep what was changed, and a run that
+        continues has it again. Errors: ConfigError for a value or setting that `hf.Adam` or `hf.SGD` refuses, and for a
+        group that does not train.
         """
         given = {"lr": lr, "min_lr": min_lr, "weight_decay": weight_decay, "clip_grad": clip_grad}
         given |= {"betas": betas, "eps": eps}

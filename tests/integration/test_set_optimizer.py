@@ -108,3 +108,33 @@ def test_groups_without_such_an_optimizer_refuse(pool, place, policy):
     actor = place(hf.ActorWorker, pool[0:1], model=policy, optim=hf.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="SGD has no setting 'betas'"):
         actor.set_optimizer(betas=(0.9, 0.9))
+
+
+def test_groups_are_checked_before_a_model_is_built(pool, place, policy):
+    """With adapters the names are theirs."""
+    for strategy, pattern, says in (
+        (hf.Megatron(), "v_proj", "are one tensor of this backend"),
+        (hf.FSDP(lora=hf.LoRA(rank=2, targets=("q_proj",))), "embed", "no trained tensor has 'embed' in its name"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            hf.ActorWorker.on(pool[0:1], model=policy, train=strategy, optim=hf.Adam(lr=0.1, groups={pattern: 0.0}))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "frozen", "free"),
+    [
+        (hf.FSDP(lora=hf.LoRA(rank=2)), "layers.0.", "layers.1."),
+        (hf.Megatron(tp=2), "embed", "layers"),
+    ],
+    ids=["lora", "megatron"],
+)
+def test_a_group_without_a_learning_rate_stays(pool, place, policy, tmp_path, strategy, frozen, free):
+    optim = hf.Adam(lr=0.1, groups={frozen: 0.0})
+    actor = place(hf.ActorWorker, pool[0:2], name="grouped", model=policy, train=strategy, optim=optim)
+    before = weights(actor, tmp_path / "before")
+    update(actor, 0)
+    actor.set_optimizer(lr=0.05)
+    update(actor, 1)
+    after = weights(actor, tmp_path / "after")
+    assert all(after[name].equal(tensor) for name, tensor in before.items() if frozen in name)
+    assert not any(after[name].equal(tensor) for name, tensor in before.items() if free in name)
