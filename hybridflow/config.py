@@ -57,11 +57,45 @@ def _data_parallel(
 
 
 @settings
+class Group:
+    """What a group of parameters has of its own."""
+
+    lr: NonNegative | None = None
+    weight_decay: NonNegative | None = None
+
+
+Groups = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
+
+
+def _as_groups(owner: str, given: Any) -> Groups:
+    """By pattern, in pairs, which can be hashed. Errors: ConfigError."""
+    found = []
+    try:
+        pairs = dict(given)
+        options = [dict(own) if isinstance(own, Mapping | tuple) else {"lr": own} for own in pairs.values()]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{owner}(groups={given!r}): give learning rates by names, {{'embed': 1e-7}}.") from None
+    for (pattern, own), known in zip(pairs.items(), options, strict=True):
+        good = isinstance(pattern, str) and pattern
+        require(bool(good), f"{owner}(groups={{{pattern!r}: ...}}): give a part of the names of parameters.")
+        kept = tuple((name, value) for name, value in vars(Group(**known)).items() if value is not None)
+        require(bool(kept), f"{owner}(groups={{{pattern!r}: {own!r}}}): give lr, weight_decay, or both.")
+        found.append((pattern, kept))
+    return tuple(found)
+
+
+@settings
 class Optimizer:
     """Base of Adam and SGD. `clip_grad` is the largest global gradient norm (0 switches clipping off).
 
     The learning rate rises linearly over `warmup_steps` optimizer steps and then follows `schedule` down to `min_lr`
-    over `total_steps` (needed unless the schedule is constant).
+    over `total_steps` (needed unless the schedule is constant). `lr` is the highest of the schedule, which never rises
+    to `min_lr`.
+
+    `groups` are parameters with settings of their own, {pattern: lr} or {pattern: {"lr": ..., "weight_decay": ...}}: of
+    those whose Hugging Face name contains the pattern, in which * is any text ("embed", "layers.0.", "layers.*.mlp").
+    The schedule scales the lr of each alike. `weight_decay` holds for matrices, that of a group for norms and biases
+    that it names too. A pattern that fits no parameter, and two that fit one, are refused.
 
     A step is skipped when its gradients, or what they were computed from, are not finite. After `max_skipped` such
     steps in a row the update raises a DivergenceError (None: never).
@@ -74,9 +108,11 @@ class Optimizer:
     warmup_steps: Count = 0
     total_steps: Size | None = None
     min_lr: NonNegative = 0.0
+    groups: Mapping[str, Any] | Groups = ()
     max_skipped: Size | None = 5
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", _as_groups(type(self).__name__, self.groups))
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{type(self).__name__}(schedule={self.schedule!r}) needs total_steps=.")
         if self.schedule != "constant" and self.warmup_steps > (self.total_steps or 0):
@@ -85,15 +121,17 @@ class Optimizer:
                 f"total_steps={self.total_steps}): the warm-up would not end. Use fewer warmup_steps."
             )
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step` (0-based)."""
+    def lr_at(self, step: int, lr: float | None = None) -> float:
+        """Learning rate of optimizer step `step` (0-based); `lr` is that of a group."""
+        lr = self.lr if lr is None else lr
         if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
+            return lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant" or self.total_steps is None:
-            return self.lr
+            return lr
         done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         shape = 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.min_lr + (self.lr - self.min_lr) * shape
+        least = min(self.min_lr, lr)
+        return least + (lr - least) * shape
 
 
 def _are_betas(value: Any) -> bool:

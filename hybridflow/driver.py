@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridflow.algorithms.advantages.estimator import Estimator
 from hybridflow.algorithms.kl import AdaptiveKL
+from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
@@ -78,6 +79,7 @@ def compute_advantage(
     *,
     kl_coef: float | AdaptiveKL | None = None,
     kl: str | None = None,
+    reward_norm: RunningNorm | None = None,
     **options: Any,
 ) -> BatchRef:
     """`advantages` and `returns`, ragged [B, R] float32, computed on the controller worker (paper, table 4).
@@ -89,8 +91,9 @@ def compute_advantage(
     attributes `reads` and `writes` name the other columns.
 
     `kl_coef` * KL(actor || reference) per token, as estimated by `kl` ("k1", the default, "k2", "k3", "abs"), is
-    subtracted from the rewards. An `AdaptiveKL`, and a `Lagrange` among the options, keep their state between
-    iterations and in checkpoints of the run; a call that fails leaves it unchanged.
+    subtracted from the rewards, which a `reward_norm`, an `hf.algorithms.RunningNorm()`, normalises before. It, an
+    `AdaptiveKL`, and a `Lagrange` among the options keep their state between iterations and in checkpoints of the run;
+    a call that fails leaves it unchanged.
 
     Estimators over groups write as `returns` the score of the row, its summed reward, at every valid token (verl: the
     advantages). They leave rows without a valid token out of the statistics of their group (verl and TRL count them).
@@ -103,7 +106,7 @@ def compute_advantage(
         batch = BatchRef.from_batch(batch)
     if not isinstance(batch, BatchRef):
         raise BatchError(f"compute_advantage takes a batch, got {type(batch).__name__}.")
-    return session.controller.compute_advantage(batch, estimator, kl_coef, kl, options)
+    return session.controller.compute_advantage(batch, estimator, kl_coef, kl, options, reward_norm)
 
 
 def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
@@ -115,9 +118,9 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
 
     The transfer runs in call order on both groups: later calls on `destination` see all of the new weights. A rollout
     on devices of its own decodes its unfinished rows until `source` is ready to send. A destination that trains keeps
-    its optimizer's moments. If the transfer fails, calls on `destination` raise until a `sync_weights` into it
-    succeeds. The future returns `bytes` (over the wire, of all ranks), `seconds`, and `pause`: the longest time for
-    which a rank neither trained nor decoded.
+    its optimizer's moments; a reference with `ema_decay` takes a step of its moving average. If the transfer fails,
+    calls on `destination` raise until a `sync_weights` into it succeeds. The future returns `bytes` (over the wire, of
+    all ranks), `seconds`, and `pause`: the longest time for which a rank neither trained nor decoded.
 
     Errors, before a byte moves: LayoutError when the models differ, PlacementError for a closed group, ConfigError for
     a group without weights.
@@ -137,7 +140,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         return here, there
 
     moving = source.session.backend.channels.send(source.ranks, destination.ranks, WEIGHTS, layouts)
-    destination.weights_changed(source)
+    destination.weights_changed(None if destination.settings.get("ema_decay") is not None else source)
     return moving
 
 

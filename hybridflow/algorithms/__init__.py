@@ -37,3 +37,4 @@ from hybridflow.algorithms.registry import SFTLoss as SFTLoss
 from hybridflow.algorithms.registry import ValueLoss as ValueLoss
 from hybridflow.algorithms.registry import policy_loss as policy_loss
 from hybridflow.algorithms.registry import value_loss as value_loss
+from hybridflow.algorithms.reward_norm import RunningNorm as RunningNorm

@@ -17,6 +17,7 @@ from hybridflow.algorithms.advantages.token_rewards import token_rewards
 from hybridflow.algorithms.kl import AdaptiveKL, Controller, check_kl_kind, kl_estimate
 from hybridflow.algorithms.masked import finite_column, mask_column, with_bool_mask
 from hybridflow.algorithms.registry import find_estimator
+from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
@@ -30,20 +31,21 @@ def compute_advantage(
     *,
     kl_coef: float | AdaptiveKL | None = None,
     kl: str | None = None,
+    reward_norm: RunningNorm | None = None,
     **options: Any,
 ) -> Batch:
     """`hf.compute_advantage` on a local batch: advantages and returns, ragged [B, R] float32, 0 at masked tokens.
 
-    Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards), `response_mask`
-    (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` (without it `log_probs`)
-    and `ref_log_probs`. The penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is subtracted from the reward
-    of every valid token; then `kl` [B] (k1, nats per row or trajectory) and `kl_coef` [B] are written too. Computed in
-    float64, rounded at the end. Rows with one `trajectory_id` [B] int64 are one sequence: they count once, and the
-    reward [B] is that of the last. Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`;
-    MissingColumnError; EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an
-    estimator over groups when every group has one row. An `AdaptiveKL` or `Lagrange` learns only from a call that
-    succeeds."""
-    return AdvantageCall.of(estimator, options, kl_coef, kl)(batch)
+    Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards; first normalised by
+    `reward_norm`), `response_mask` (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty
+    `old_log_probs` (without it `log_probs`) and `ref_log_probs`. The penalty `kl_coef` * kl_t (estimated as `kl`, by
+    default "k1") is subtracted from the reward of every valid token; then `kl` [B] (k1, nats per row or trajectory) and
+    `kl_coef` [B] are written too. Computed in float64, rounded at the end. Rows with one `trajectory_id` [B] int64 are
+    one sequence: they count once, and the reward [B] is that of the last. Errors: ConfigError for an unknown estimator
+    or option, or `kl` without `kl_coef`; MissingColumnError; EmptyBatchError; BatchError when a reward, another column
+    or a result is not finite, and by an estimator over groups when every group has one row. An `AdaptiveKL` or
+    `Lagrange` learns only from a call that succeeds."""
+    return AdvantageCall.of(estimator, options, kl_coef, kl, reward_norm)(batch)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class AdvantageCall:
     estimator: Estimator
     kl_coef: float | AdaptiveKL | None = None
     kl: str | None = None
+    reward_norm: RunningNorm | None = None
 
     @classmethod
     def of(
@@ -61,10 +64,13 @@ class AdvantageCall:
         options: Mapping[str, Any],
         kl_coef: float | AdaptiveKL | None = None,
         kl: str | None = None,
+        reward_norm: RunningNorm | None = None,
     ) -> AdvantageCall:
-        return cls(find_estimator(estimator, options), kl_coef, kl)
+        return cls(find_estimator(estimator, options), kl_coef, kl, reward_norm)
 
     def __post_init__(self) -> None:
+        if self.reward_norm is not None:
+            self._check_norm()
         if self.kl is not None:
             check_kl_kind(self.kl)
             if self.kl_coef is None:
@@ -84,6 +90,17 @@ class AdvantageCall:
                 f"would be without effect. Leave out kl_coef here and use update_actor(batch, kl_coef=...)."
             )
 
+    def _check_norm(self) -> None:
+        if not isinstance(self.reward_norm, RunningNorm):
+            raise ConfigError(f"reward_norm={self.reward_norm!r}: give hf.algorithms.RunningNorm(), or None.")
+        other = "baseline" if "baseline" in (self.estimator.reads or ()) else ""
+        other = "the components of rewards" if self.estimator.kl == "unused" else other
+        if other:
+            raise ConfigError(
+                f"advantage estimator {self.estimator.name!r} reads {other}, which reward_norm does not normalise. "
+                f"Leave reward_norm out."
+            )
+
     @property
     def _penalises(self) -> bool:
         return isinstance(self.kl_coef, AdaptiveKL) or bool(self.kl_coef)
@@ -98,12 +115,14 @@ class AdvantageCall:
     @property
     def writes(self) -> tuple[str, ...]:
         penalty = ("kl", "kl_coef") if self._penalises else ()
-        return ("advantages", "returns", *self.estimator.writes, *penalty)
+        norm = () if self.reward_norm is None else ("reward_norm_mean", "reward_norm_std")
+        return ("advantages", "returns", *self.estimator.writes, *penalty, *norm)
 
     @property
     def controllers(self) -> list[Controller]:
         """The arguments with state that the call updates."""
-        return [value for value in (*self.estimator.options.values(), self.kl_coef) if isinstance(value, Controller)]
+        given = (*self.estimator.options.values(), self.kl_coef, self.reward_norm)
+        return [value for value in given if isinstance(value, Controller)]
 
     def __call__(self, batch: Batch) -> Batch:
         """See `compute_advantage`. Controllers keep their states when the call fails."""
@@ -124,13 +143,16 @@ class AdvantageCall:
 
     def _computed(self, batch: Batch) -> Batch:
         mask = mask_column(batch)
-        rewards = token_rewards(batch.peek("rewards"), mask)
+        norm = self.reward_norm
+        rewards = token_rewards(batch.peek("rewards"), mask, change=norm)
+        statistics = {} if norm is None else {"reward_norm_mean": norm.mean, "reward_norm_std": norm.std}
         kl_rewards, kl_columns = self._kl_rewards(batch, mask)
         if self.estimator.kl == "split":
             result = self.estimator(rewards, batch, kl_rewards)  # type: ignore[call-arg]
         else:
             result = self.estimator(rewards.with_values(rewards.values + kl_rewards.values), batch)
-        return Batch({**_columns(self.estimator, result, mask), **kl_columns})
+        columns = {name: torch.full((len(batch),), value) for name, value in statistics.items()}
+        return Batch({**_columns(self.estimator, result, mask), **kl_columns, **columns})
 
     def _kl_rewards(self, batch: Batch, mask: Ragged) -> tuple[Ragged, dict[str, Tensor]]:
         """-kl_coef * kl_t of valid tokens, ragged [B, R] float64 (0 without a penalty), and `kl`, `kl_coef` [B].

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -44,11 +44,12 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "k1") -> T
 
 @dataclass(eq=False)
 class Controller:
-    """A coefficient that learns from batches. One object is one coefficient: copies that travel to another process
-    share its `identity`, by which that process keeps the `state` between calls."""
+    """A coefficient or statistic that learns from batches. One object is one coefficient: copies that travel to another
+    process share its `identity`, by which that process keeps the `state` between calls."""
 
     identity: str = field(default_factory=lambda: uuid.uuid4().hex, init=False, repr=False)
-    state: float = field(default=0.0, init=False, repr=False)
+    state: Any = field(default=0.0, init=False, repr=False)
+    """A number, or a list of numbers."""
 
 
 @dataclass(eq=False)

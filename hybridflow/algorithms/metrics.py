@@ -20,6 +20,7 @@ from hybridflow.batch.ragged import Ragged
 _SCORES = {"rewards": "reward", "costs": "cost"}
 _MEANS = {name: f"environment/{name}" for name in ("turns", "tool_calls", "tool_errors")}
 _MEANS |= {"finished": "response/finished", "kl_coef": "kl/coef", "lagrange": "lagrange/multiplier"}
+_MEANS |= {"reward_norm_mean": "reward/norm_mean", "reward_norm_std": "reward/norm_std"}
 _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 _SOURCES = 32  # a column `source` of more kinds is not a Mixture's
 _TOKEN_COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", *sum(_CRITICS.values(), ()))
@@ -42,14 +43,13 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
     `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `reward/<name>/mean` of a component
     over the rows that it applies to; neither counts rows without a valid token or that could not be graded, of which
-    `reward/failed` is the share of all rows;
-    `prompt/tokens` of the batch; `response/length_{mean,max}` in response tokens, `response/tokens` of the batch
-    (`response/valid_tokens`, the mean per row, where some are masked), `response/not_finite` of tokens that are masked
-    because their log-probability in sampling is not finite (if there are any); `response/finished` as a fraction;
-    `environment/{turns,tool_calls,tool_errors}` per row and `environment/failed` as a fraction; `kl/ref` in nats per
-    valid token (k1) and
-    `kl/ref_row` per row; `kl/coef`; `lagrange/multiplier`; `advantage/{mean,std,max,min}` and `return/mean` over valid
-    tokens; `critic/explained_variance` = 1 - var(returns - values) / var(returns), and that of `cost_critic`.
+    `reward/failed` is the share of all rows; `prompt/tokens` of the batch; `response/length_{mean,max}` in response
+    tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean per row, where some are masked),
+    `response/not_finite` of tokens that are masked because their log-probability in sampling is not finite (if there
+    are any); `response/finished` as a fraction; `environment/{turns,tool_calls,tool_errors}` per row and
+    `environment/failed` as a fraction; `kl/ref` in nats per valid token (k1) and `kl/ref_row` per row; `kl/coef`;
+    `lagrange/multiplier`; `reward/norm_{mean,std}`; `advantage/{mean,std,max,min}` and `return/mean` over valid tokens;
+    `critic/explained_variance` = 1 - var(returns - values) / var(returns), and that of `cost_critic`.
 
     With a column `source` (a Mixture's, of up to 32 names) `source/<name>/share` of the rows, and `reward_mean` and
     `length_mean` of its rows as above.

@@ -13,6 +13,7 @@ from hybridflow.algorithms.advantages.prompt_groups import GroupFilter, filter_g
 from hybridflow.algorithms.kl import AdaptiveKL, Controller
 from hybridflow.algorithms.masked import or_sampled
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
+from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord
 from hybridflow.protocols.operation import Settings, register
@@ -20,7 +21,7 @@ from hybridflow.protocols.transfer_protocols import ONE_TO_ONE
 
 
 def _advantage(call: Settings) -> AdvantageCall:
-    return AdvantageCall.of(call["estimator"], call["options"], call["kl_coef"], call["kl"])
+    return AdvantageCall.of(call["estimator"], call["options"], call["kl_coef"], call["kl"], call["reward_norm"])
 
 
 _TRAJECTORIES = ("trajectory_id?", "row_id?", "group_id?")
@@ -31,8 +32,8 @@ class ControllerWorker:
     """Computes functions of the whole batch that read few columns, in a process of its own that needs no device."""
 
     def __init__(self) -> None:
-        self._states: dict[str, tuple[str, float]] = {}  # kind and state of adaptive coefficients, by identity
-        self._restored: list[tuple[str, str, float]] = []  # of a checkpoint: identity, kind, state
+        self._states: dict[str, tuple[str, Any]] = {}  # kind and state of adaptive coefficients, by identity
+        self._restored: list[tuple[str, str, Any]] = []  # of a checkpoint: identity, kind, state
 
     @register(
         ONE_TO_ONE,
@@ -49,15 +50,16 @@ class ControllerWorker:
         kl_coef: float | AdaptiveKL | None,
         kl: str | None,
         options: dict[str, Any],
+        reward_norm: RunningNorm | None = None,
     ) -> Batch:
-        call = AdvantageCall.of(estimator, options, kl_coef, kl)
+        call = AdvantageCall.of(estimator, options, kl_coef, kl, reward_norm)
         for controller in call.controllers:
             controller.state = self._state_of(controller)
         out = call(batch)
         self._states |= {one.identity: (type(one).__name__, one.state) for one in call.controllers}
         return out
 
-    def _state_of(self, controller: Controller) -> float:
+    def _state_of(self, controller: Controller) -> Any:
         """Its state. In a run that continues, a new object takes the next state of its kind."""
         if controller.identity in self._states:
             return self._states[controller.identity][1]
@@ -74,7 +76,7 @@ class ControllerWorker:
 
     def load_state(self, state: list[list[Any]]) -> None:
         """Objects of this process keep their identity; new ones take the states in order of first use."""
-        states = [(str(identity), str(kind), float(value)) for identity, kind, value in state]
+        states = [(str(identity), str(kind), value) for identity, kind, value in state]
         known = {identity for identity, _, _ in states} & self._states.keys()
         self._states = {identity: (kind, value) for identity, kind, value in states if identity in known}
         self._restored = [one for one in states if one[0] not in known]

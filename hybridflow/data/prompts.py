@@ -36,7 +36,7 @@ RESERVED = frozenset(
         *("row_id", "group_id", "prompt_ids", "response", "response_ids", "response_mask"),
         *("num_tokens", "finished", "temperature", "log_probs", "old_log_probs", "ref_log_probs", "values", "rewards"),
         *("advantages", "returns", "kl", "kl_coef", "costs", "cost_values", "cost_returns", "cost_advantages"),
-        *("lagrange", "reward_failure", "cost_failure"),
+        *("lagrange", "reward_failure", "cost_failure", "reward_norm_mean", "reward_norm_std"),
         *("policy_version", "response_index", "spans", "recomputed_tokens", "response_tokens"),
     }
 )

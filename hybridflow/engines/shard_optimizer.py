@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.parameter_groups import GroupSettings, settings_of
 from hybridflow.engines.sharded_model import Shards
 
 INITIAL_SCALE, SCALE_GROWTH, GROWTH_INTERVAL, HYSTERESIS = 2.0**16, 2.0, 1000, 2
@@ -50,6 +52,8 @@ class ShardOptimizer:
     Weight decay leaves out the names in `no_decay` (norms and biases). `parts` are the names of each part of a step,
     `steps` counts the updates that were made, `result` is that of the last step; `changed`: it has changed parameters
     or state, completely or not. With `fp16` losses are scaled. Moments exist from the start: no step takes memory.
+    `settings` are those given, with what `change` has changed since. `tensors` are a canonical tensor of each name that
+    is not one.
     """
 
     def __init__(
@@ -59,24 +63,21 @@ class ShardOptimizer:
         no_decay: Collection[str],
         parts: Sequence[frozenset[str]],
         fp16: bool = False,
+        tensors: Mapping[str, str] | None = None,
     ) -> None:
         self.settings, self.shards, self.parts = settings, shards, parts
+        self._given, self._changes, self._no_decay = settings, dict[str, Any](), no_decay
+        self._tensors = tensors or {}
         self.scale = LossScale() if fp16 else None
         self.steps = 0
         self.result: dict[str, float] = {}
         self.overflowed = self.changed = False  # overflowed: a smaller loss scale may cure the skipped step
         self._offloaded: Residency | None = None
-        main = shards.main
-        parameters = [
-            {"params": [main[n] for n in main if n not in no_decay], "weight_decay": settings.weight_decay},
-            {"params": [main[n] for n in main if n in no_decay], "weight_decay": 0.0},
-        ]
+        main, parameters = shards.main, self._parameter_groups()
         self._moments: tuple[str, ...] = ()
         if isinstance(settings, config.Adam):
             self._moments = ("exp_avg", "exp_avg_sq")
-            self.torch: torch.optim.Optimizer = torch.optim.AdamW(
-                parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-            )
+            self.torch: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=settings.lr, fused=True)
         else:
             momentum = settings.momentum if isinstance(settings, config.SGD) else 0.0
             self._moments = ("momentum_buffer",) if momentum else ()
@@ -86,6 +87,24 @@ class ShardOptimizer:
             if isinstance(settings, config.Adam):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
             state.update({kind: torch.zeros_like(tensor) for kind in self._moments})
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Torch's groups: parameters with equal settings."""
+        own, main = self.settings, self.shards.main
+        settings = {"betas": own.betas, "eps": own.eps} if isinstance(own, config.Adam) else {}
+        found: dict[GroupSettings, list[Tensor]] = {GroupSettings(own.lr, own.weight_decay): []}
+        for name, tensor in main.items():
+            key = settings_of(own, self._tensors.get(name, name), decays=name not in self._no_decay)
+            found.setdefault(key, []).append(tensor)
+        return [{**settings, "params": params, **key._asdict(), "highest": key.lr} for key, params in found.items()]
+
+    def change(self, changes: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> None:
+        """From the next step on: the settings with `changes`, besides those made `before` (default: so far)."""
+        self._changes = {**(self._changes if before is None else before), **changes}
+        self.settings = replace(self._given, **self._changes)
+        self.torch.param_groups.clear()
+        for group in self._parameter_groups():
+            self.torch.add_param_group(group)
 
     @property
     def _names(self) -> list[str]:
@@ -145,7 +164,7 @@ class ShardOptimizer:
             self.scale.update(overflow=skipped)
         self.result = {"grad_norm": norm, "lr": self.lr, "skipped": float(skipped)}
         for group in self.torch.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.settings.lr_at(self.steps, group["highest"])
         return not skipped
 
     def _update(self, names: Iterable[str]) -> None:
@@ -181,13 +200,15 @@ class ShardOptimizer:
         return {"main": main, **{kind: {name: state[main[name]][kind] for name in main} for kind in self._moments}}
 
     def counters(self) -> dict[str, Any]:
-        """Updates made and the state of the loss scale; plain values."""
-        return {"steps": self.steps, "loss_scale": {} if self.scale is None else self.scale.state()}
+        """Updates made, the state of the loss scale, and changed settings; plain values."""
+        scale = {} if self.scale is None else self.scale.state()
+        return {"steps": self.steps, "loss_scale": scale, "changes": self._changes}
 
     def moved(self, counters: Mapping[str, Any]) -> None:
         """Main parameters and moments were written from outside: continue with `counters`, copy main ones to the
         parameters. Collective over the data parallel ranks."""
         self.steps = counters["steps"]
+        self.change(counters.get("changes", {}), before={})
         if isinstance(self.settings, config.Adam):
             for main in self.shards.main.values():
                 self.torch.state[main]["step"].fill_(self.steps)

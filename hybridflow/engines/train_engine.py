@@ -85,7 +85,9 @@ class TrainEngine:
             self._model, self._shards, self.tokens, self.adapters = model, model.shards, model.tokens, model.adapters
             self._layout, self._optimizer_layout = model.layout, model.optimizer_layout
             if optimizer:
-                self._optimizer = ShardOptimizer(optimizer, model.shards, model.no_decay, model.parts, model.fp16)
+                tensors = {region.storage: region.box.tensor for region in model.layout.regions(context.rank)}
+                shards = model.shards
+                self._optimizer = ShardOptimizer(optimizer, shards, model.no_decay, model.parts, model.fp16, tensors)
             if not isinstance(checkpoint, Uninitialized):
                 for tensor in self.storage().values():
                     tensor.zero_()  # including vocabulary padding
@@ -382,8 +384,12 @@ class TrainEngine:
         return self._training().storage()
 
     def optimizer_counters(self) -> dict[str, Any]:
-        """Steps made and the state of the loss scale, equal on all ranks."""
+        """Steps made, the state of the loss scale and changed settings, equal on all ranks."""
         return self._training().counters()
+
+    def change_optimizer(self, changes: Mapping[str, Any]) -> None:
+        """Settings of the optimizer from the next step on."""
+        self._training().change(changes)
 
     def optimizer_moved(self, counters: Mapping[str, Any]) -> None:
         """`optimizer_storage()` was written from outside: take the counters, and the parameters from `main`.

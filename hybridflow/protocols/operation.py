@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from hybridflow.errors import ConfigError, MissingColumnError
 from hybridflow.protocols.protocol import Protocol
-from hybridflow.protocols.transfer_protocols import on_replica
+from hybridflow.protocols.transfer_protocols import ONE_TO_ONE, on_replica
 
 Settings = Mapping[str, Any]
 """Keyword arguments: of the worker's constructor, or of one call."""
@@ -30,23 +30,22 @@ class Operation:
     """The declaration of one worker method: `@register(protocol, reads=..., writes=...)`.
 
     `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` calls
-    wait for their result. `groups` keeps the rows of one `group_id` on one rank,
-    `trajectories` those of one `trajectory_id` (where the batch has it) on one rank and in one mini-batch. `balance`
-    names a column of tokens per row, whose cost (`WorkerSpec.token_cost`) is spread evenly over ranks. `chunks` names
-    the setting that counts mini-batches; each is split over all ranks, so it holds the same rows for every data
-    parallel size. `repeat(worker
+    wait for their result. `groups` keeps the rows of one `group_id` on one rank, `trajectories` those of one
+    `trajectory_id` (where the batch has it) on one rank and in one mini-batch. `balance` names a column of tokens per
+    row, whose cost (`WorkerSpec.token_cost`) is spread evenly over ranks. `chunks` names the setting that counts
+    mini-batches; each is split over all ranks, so it holds the same rows for every data parallel size. `repeat(worker
     settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the
     output. `metrics` says how the metrics of ranks are joined, by name: "mean" (the default), "sum", "max", "min", or
-    "by tokens" for the mean weighted by the metric `tokens`.
-    `compares` are columns that travel, too, with rows that the group's present weights have sampled, in the first such
-    call since these weights came: the method compares with them where `context.compares`. "name?": of any origin.
-    `resizes`: the number of output rows is known only after the call (the call waits, or with `later` returns a
-    `LaterBatch`); a callable gets the worker's and the call's settings, and where it answers True the method returns
-    the columns of the input itself. `replica` names the setting that, unless None, numbers the one generation replica
-    to call (`on_replica`). `binds(worker settings, call settings)` gives the settings that travel, found once per call:
-    the method and all other callables get these. `check` validates them on the driver. `kind` classifies the operation
-    for the planner; by default an operation with `repeat` and `carries` generates, one with `chunks` or named
-    update_... trains.
+    "by tokens" for the mean weighted by the metric `tokens`. `compares` are columns that travel, too, with rows that
+    the group's present weights have sampled, in the first such call since these weights came: the method compares with
+    them where `context.compares`. "name?": of any origin. `resizes`: the number of output rows is known only after the
+    call (the call waits, or with `later` returns a `LaterBatch`); a callable gets the worker's and the call's settings,
+    and where it answers True the method returns the columns of the input itself. `replica` names the setting that,
+    unless None, numbers the one generation replica to call (`on_replica`). `whole(worker settings)`: rank 0 alone gets
+    all rows. `binds(worker settings, call settings)` gives the settings that travel, found once per call: the method
+    and all other callables get these. `check` validates them on the driver. `kind` classifies the operation for the
+    planner; by default an operation with `repeat` and `carries` generates, one with `chunks` or named update_...
+    trains.
 
     Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
     """
@@ -66,6 +65,7 @@ class Operation:
     resizes: bool | Callable[[Settings, Settings], bool] = False
     later: bool = False
     replica: str | None = None
+    whole: Callable[[Settings], bool] | None = field(default=None, repr=False)
     binds: Callable[[Settings, Settings], Settings] | None = field(default=None, repr=False)
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
@@ -97,6 +97,8 @@ class Operation:
             operation = replace(self, resizes=resizes, kind=kind, **rows)
         if self.replica is not None and (number := call[self.replica]) is not None:
             operation = replace(operation, protocol=on_replica(number))
+        if self.whole is not None and self.whole(settings):
+            operation = replace(operation, protocol=ONE_TO_ONE)
         return operation
 
     def columns_read(self, settings: Settings, call: Settings, available: Iterable[str]) -> tuple[str, ...]:

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridflow.rewards.code import PRELUDE, Code  # noqa: F401
-    from hybridflow.rewards.function_adapters import RowFailure, from_compute_score, per_row  # noqa: F401
+    from hybridflow.rewards.function_adapters import (  # noqa: F401
+        RowFailure,
+        from_compute_score,
+        per_row,
+        whole_batch,
+    )
     from hybridflow.rewards.functions import Functions, Scores  # noqa: F401
     from hybridflow.rewards.match import Exact, Numeric, Overlong, Regex  # noqa: F401
     from hybridflow.rewards.math import Math  # noqa: F401
     from hybridflow.rewards.process_pool import Outcome, ProcessPool  # noqa: F401
 
 _WHERE = {
-    "function_adapters": ("RowFailure", "from_compute_score", "per_row"),
+    "function_adapters": ("RowFailure", "from_compute_score", "per_row", "whole_batch"),
     "code": ("PRELUDE", "Code"),
     "functions": ("Functions", "Scores"),
     "match": ("Exact", "Numeric", "Overlong", "Regex"),

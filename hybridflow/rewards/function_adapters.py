@@ -51,10 +51,11 @@ class BoundFunction:
 
     `columns`: those that it takes besides the texts, "name?" where they may be missing. `everything`: all columns that
     came with the prompts. `ids`: whether it gets token ids ("completion_ids"), `needs_ids`: not without. `logs`: TRL's
-    logging functions that it takes. `components`: entries of an answered dict that become columns; None: no dicts.
+    logging functions that it takes. `whole`: it gets all rows of a call at once. `components`: entries of an answered
+    dict that become columns; None: no dicts.
     """
 
-    per_row = ids = needs_ids = limits_itself = False
+    per_row = whole = ids = needs_ids = limits_itself = False
     logs: tuple[str, ...] = ()
     components: Sequence[str] | None = None
 
@@ -188,6 +189,20 @@ def per_row(function: Callable[..., Any]) -> RowFunction:
         raise ConfigError(f"per_row({name_of(function)}{signature}): it must take (prompt, response, **columns).")
     columns = [p for p in parameters if p not in positional[:2] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return RowFunction(function, () if everything else _entries(columns), everything)
+
+
+def whole_batch(function: Callable[..., Any]) -> TRLFunction:
+    """A reward function `f(prompts, completions, **columns) -> list` that gets all rows of a call of the worker at
+    once, for rewards that compare rows or groups (the column `group_id`): one rank, in one process, calls it once.
+
+    With `by=` it gets all rows of its name. A call that fails fails for all of its rows. Errors: ConfigError for a
+    function that cannot be called so, such as one of `per_row`.
+    """
+    if isinstance(function, BoundFunction):
+        raise ConfigError(f"whole_batch({name_of(function)}): give the function itself, which takes all rows.")
+    bound = TRLFunction(function)
+    bound.whole = True
+    return bound
 
 
 def from_compute_score(

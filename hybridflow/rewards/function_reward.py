@@ -46,7 +46,8 @@ class Table:
 class FunctionReward:
     """A reward function, with a check of everything that it returns.
 
-    For functions as in TRL see `TRLFunction`; others are wrapped: `per_row(f)`, `from_compute_score(f)`. It may be
+    For functions as in TRL see `TRLFunction`; others are wrapped: `per_row(f)`, `whole_batch(f)`,
+    `from_compute_score(f)`. It may be
     `async def`. Of the batch's columns it gets those that its signature names, as lists of plain Python values; with
     `**kwargs` all that came with the prompts (those that hybridflow writes, like log_probs, only by name), unless a
     callable object lists them in an attribute `reads`. A column that only has a default may be missing. True and False
@@ -199,15 +200,19 @@ class Chunk(NamedTuple):
     def taken(self, outcome: Outcome, raising: bool) -> list[Answer] | None:
         """The answers of the chunk's rows; None where each row has to be called alone.
 
-        A chunk that fails is repeated row by row, and so are async rows, which run together, when one of them blocks
-        all others; but not in this process (where the error is known) while `raising`, nor where the call was late,
-        since each row could take as long again. Errors: RewardError for wrong answers, and for rows that cannot be
-        judged while `raising`.
+        A chunk that fails is repeated row by row unless its function takes whole batches, and so are async rows, which
+        run together, when one of them blocks all others; but not in this process (where the error is known) while
+        `raising`, nor where the call was late, since each row could take as long again. Errors: RewardError for wrong
+        answers, and for rows that cannot be judged while `raising`.
         """
         values = outcome.value if outcome.ok else Breakdown(str(outcome.failure))
         if not isinstance(values, RowFailure):
             answers = self.reward.accepted(values, self.table, self.start, self.stop)
-        elif self.stop - self.start > 1 and not (values.error and (raising or isinstance(values.error, LateCallError))):
+        elif (
+            self.stop - self.start > 1
+            and not self.reward.bound.whole
+            and not (values.error and (raising or isinstance(values.error, LateCallError)))
+        ):
             return None
         elif (outcome.failure or "").startswith(UNSENT):
             raise self.reward.error(f"{outcome.failure} at row {self.table.rows[self.start]}.")

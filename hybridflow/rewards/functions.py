@@ -185,13 +185,15 @@ class Functions:
     def _judged(
         self, tables: Sequence[Table], run: Callable[[Sequence[Chunk]], Iterable[Outcome]]
     ) -> list[list[Answer]]:
-        """Every function's answers. One that is called row by row has a call per row, others one per worker."""
+        """Every function's answers. One that is called row by row has a call per row, one of whole
+        batches has one, others have one per worker."""
         found: list[list[Answer]] = [[{}] * len(table.rows) for table in tables]
         chunks = [
             Chunk(reward, table, start, min(start + size, len(table.rows)))
             for reward, table in zip(self.rewards, tables, strict=True)
             for alone in [reward.per_row and not reward.bound.is_async]
-            for size in [1 if alone else -(-len(table.rows) // max(1, self.workers))]
+            for parts in [1 if reward.bound.whole else max(1, self.workers)]
+            for size in [1 if alone else -(-len(table.rows) // parts)]
             for start in range(0, len(table.rows), size or 1)
         ]
         while chunks:

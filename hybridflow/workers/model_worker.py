@@ -29,6 +29,7 @@ from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG, check_adapters, check_injection, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
+from hybridflow.engines.parameter_groups import check_groups
 from hybridflow.engines.replicas import check_replicas
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
@@ -164,6 +165,10 @@ def _check(
             check_adapters(lora.start, tensors)
     good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
     require(good, f"{name}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
+    if optimizer is not None and optimizer.groups:
+        trained = spec.tensors() if lora is None else trained_tensors(spec, lora)
+        layout = backend(settings["train"], "layout").weights_layout(settings["train"], spec, grid)
+        check_groups(optimizer, trained, layout)
     good = type(offload := settings.get("offload", False)) is bool
     require(good, f"{name}(offload={offload!r}): the {role} waits as a whole, give True or False.")
 
@@ -174,6 +179,16 @@ def _check_save(settings: Settings, call: Any) -> None:
     check_dtype(call.get("dtype"))
     remote = opened(call["path"])
     call["path"] = os.path.abspath(call["path"]) if remote is None else remote.address
+
+
+def _optimizer_changes(settings: Settings, call: Settings) -> Settings:
+    """What the call sets, as the optimizer's class has it. Errors: ConfigError for a value that it refuses."""
+    optim = settings.get("optim")
+    require(optim is not None, "set_optimizer: this group does not train. Give it optim=hf.Adam(lr=...) when placed.")
+    given = {name: value for name, value in call.items() if value is not None}
+    require(bool(given), "set_optimizer() changes nothing: give what should change, such as lr=1e-6.")
+    changed = replace(cast(Optimizer, optim), **given)
+    return {name: getattr(changed, name) for name in given}
 
 
 class ModelWorker(Worker):
@@ -192,7 +207,8 @@ class ModelWorker(Worker):
         if path is None:
             return WorkerSpec(resolve=_resolved, layout=partial(_no_layout, cls.role))
         model = partial(read_spec, path, cls.head, train)
-        idle = {name: value for name, value in {"optim": None, "offload": True}.items() if name in settings}
+        apart = {"optim": None, "offload": True, "ema_decay": None}  # of replicas, which get the group's weights
+        idle = {name: value for name, value in apart.items() if name in settings}
         fixed = (
             f"{cls.__name__} trains adapters of the weights in {path}: these cannot be replaced or laid out anew. "
             f"Save it and place another group with model= that directory."
@@ -367,6 +383,28 @@ class ModelWorker(Worker):
         """One optimizer step; `last`: it ends the update."""
         return self.engine.step()
 
+    @register(ALL_RANKS_FIRST_OUTPUT, binds=_optimizer_changes)
+    def set_optimizer(
+        self,
+        *,
+        lr: float | None = None,
+        min_lr: float | None = None,
+        weight_decay: float | None = None,
+        clip_grad: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+    ) -> None:
+        """Settings of the optimizer from the next update on; None leaves one as it is.
+
+        Moments and step counts stay, and so do the lr and weight decay that `groups` have of their own. The schedule
+        continues: it scales the new `lr` as it did the old one. Checkpoints keep what was changed, and a run that
+        continues has it again. Errors: ConfigError for a value or setting that `hf.Adam` or `hf.SGD` refuses, and for a
+        group that does not train.
+        """
+        given = {"lr": lr, "min_lr": min_lr, "weight_decay": weight_decay, "clip_grad": clip_grad}
+        given |= {"betas": betas, "eps": eps}
+        self.engine.change_optimizer({name: value for name, value in given.items() if value is not None})
+
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
     def save(self, path: str | os.PathLike[str], merged: bool = False, dtype: DType | None = None) -> str:
         """Write a Hugging Face directory (safetensors, config, tokenizer) on a path that all ranks share, or at an
@@ -393,7 +431,7 @@ class ModelWorker(Worker):
                 return str(path)
             self._merge()
             dtypes = saved_dtypes(self._dtypes, dtype, getattr(self.spec, "config", None))
-            layout, storage = engine.exact_weights()
+            layout, storage = (self.optimizing_engine() or engine).exact_weights()
             save_checkpoint(target, layout, storage, like=self._beside, group=group, rank=rank, dtypes=dtypes)
         return str(path)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hybridflow.algorithms.losses.distillation import TEACHER, TOP_K
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
+from hybridflow.engines.weight_average import WeightAverage
+from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
-from hybridflow.settings import require
+from hybridflow.settings import is_number, require
+from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.teacher import plain_output_layer
 
@@ -30,9 +34,27 @@ def _check_output_layer(settings: Settings, call: Any) -> None:
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of a frozen language model; `offload=True` keeps it in host memory between calls."""
+    """One rank of a frozen language model; `offload=True` keeps it in host memory between calls.
+
+    With `ema_decay` its weights are an exponential moving average: `hf.sync_weights(actor, reference)` sets them to
+    ema_decay * reference + (1 - ema_decay) * actor, in float32 (4 more bytes per parameter, with `offload` in host
+    memory), and the model computes with that, rounded to its dtype. Checkpoints have the average, `save` writes it.
+    """
 
     role = "reference"
+    _average: WeightAverage | None = None
+
+    @classmethod
+    def worker_spec(cls, settings: Settings) -> WorkerSpec:
+        spec, decay = super().worker_spec(settings), settings.get("ema_decay")
+
+        def check(grid: RankGrid, device_type: str) -> None:
+            good = decay is None or (is_number(decay) and 0 <= decay < 1)
+            require(good, f"{cls.__name__}(ema_decay={decay!r}): give a number in [0, 1), or None.")
+            require(decay is None or not spec.fixed, spec.fixed)
+            spec.check(grid, device_type)
+
+        return replace(spec, check=check)
 
     def __init__(
         self,
@@ -40,8 +62,41 @@ class ReferenceWorker(ModelWorker):
         model: str | os.PathLike[str],
         train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
         offload: bool = False,
+        ema_decay: float | None = None,
     ) -> None:
         self._build(model, train, None, offload)
+        if ema_decay is not None:
+            self.engine.reload(self._idle)
+            self._average = WeightAverage(self.engine, ema_decay, on_host=offload)
+            self.engine.offload(self._idle)
+
+    def on_weights_loaded(self) -> None:
+        super().on_weights_loaded()
+        if self._average is not None:
+            self._average.update()
+
+    def optimizing_engine(self) -> Any:
+        self.engine.reload(self._idle)
+        return self._average
+
+    def resident_bytes(self) -> dict[str, int]:
+        average = {} if self._average is None else {"average": self._average.memory.resident_bytes}
+        return super().resident_bytes() | average
+
+    def sleep(self) -> None:
+        super().sleep()
+        if self._average is not None:
+            self._average.memory.release()
+
+    def wake_up(self) -> None:
+        super().wake_up()
+        if self._average is not None:
+            self._average.memory.acquire()
+
+    def close(self) -> None:
+        super().close()
+        if self._average is not None:
+            self._average.memory.release()
 
     @register(
         THREE_D_PROTO,

@@ -36,13 +36,18 @@ _OF_MODELS: dict[str, Any] = {"template": "auto"}
 def scores(role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the scoring operation of a worker with this role: "reward" or "cost"."""
     reads, writes = partial(_reads, role), partial(_writes, role)
-    return register(THREE_D_PROTO, reads=reads, writes=writes, trajectories=True, balance=None)
+    whole = partial(_takes_whole_batches, role)
+    return register(THREE_D_PROTO, reads=reads, writes=writes, trajectories=True, balance=None, whole=whole)
 
 
 def _functions(role: str, settings: Settings) -> Functions:
     """Cheap to build anywhere: nothing runs before the first call."""
     own = {name: settings[name] for name in (*_OF_FUNCTIONS, "level")}
     return Functions(settings["function"], column=f"{role}s", **own)
+
+
+def _takes_whole_batches(role: str, settings: Settings) -> bool:
+    return settings["function"] is not None and any(r.bound.whole for r in _functions(role, settings).rewards)
 
 
 def _reads(role: str, settings: Settings, call: Settings) -> tuple[str, ...] | None:
@@ -168,12 +173,12 @@ class RewardWorker(ScoreWorker):
 
     Functions: `function(prompts, completions, **columns) -> list[float]` (or several, with `weights`) gets texts and
     the batch columns that its parameters name; with a first parameter named `prompt` it is called row by row. See
-    `hf.rewards` for all conventions. Each rank scores its share of the rows, so a function must not rely on seeing the
-    whole batch. With `by`, a column, a row is judged by the function of its name alone: `function={"math": f,
-    "code": g}, by="source"` for a Mixture; every row needs one. With `workers` they run in that many worker processes
-    per rank, each call within `timeout` seconds. A failed row raises; with `on_failure="zero"` it gets 0, with "mask"
-    it is also excluded from training.
-    `tokenizer` is needed when the batch has token ids and no texts.
+    `hf.rewards` for all conventions. Each rank scores its share of the rows: a function that compares rows is wrapped
+    in `hf.rewards.whole_batch`, and gets all of them on one rank. With `by`, a column, a row is judged by the function
+    of its name alone: `function={"math": f, "code": g}, by="source"` for a Mixture; every row needs one. With `workers`
+    they run in that many worker processes per rank, each call within `timeout` seconds. A failed row raises; with
+    `on_failure="zero"` it gets 0, with "mask" it is also excluded from training. `tokenizer` is needed when the batch
+    has token ids and no texts.
 
     Models: `tokenizer` is the actor's. If the model's own differs, rows are decoded and re-encoded: chat messages in
     `prompt` through the model's chat template, texts as prompt + response. `template="chat"` applies the template to

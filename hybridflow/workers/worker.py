@@ -253,13 +253,13 @@ class Worker:
     def _read(self: Any, files: Sequence[Path], id: str, saved: SavedGroup, settings: Mapping[str, Any]) -> None:
         self._check_use(saved)
         tensors, rank = SavedTensors(files, id), self.context.rank
-        engine = self.optimizing_engine() if saved.kinds else None
+        engine = self.optimizing_engine() if self.has_tensors else None
         if engine is not None:
             layout, storages = engine.optimizer_layout(), engine.optimizer_storage()
             if set(storages) != set(saved.kinds):
                 raise CheckpointError(
-                    f"{self.context.role} keeps {sorted(storages)} of its optimizer, the checkpoint has "
-                    f"{sorted(saved.kinds)}: give the optimizer of the saved run."
+                    f"{self.context.role} keeps {sorted(storages)} of its optimizer or average, the checkpoint has "
+                    f"{sorted(saved.kinds)}: give the optimizer (of a reference, the ema_decay) of the saved run."
                 )
             self._check_tensors(saved, layout)
             for kind, storage in storages.items():

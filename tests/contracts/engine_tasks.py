@@ -112,12 +112,17 @@ def updates(
     optimizer: config.Optimizer,
     counts: Sequence[int] | None = None,
     steps: int = 2,
+    changes: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes."""
+    """Updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes.
+
+    `changes` are settings of the optimizer that change before a step."""
     engine = build(world, name, strategy, size, path, head, optimizer)
     loss = loss_of(head)
     found: dict[str, Any] = {"norms": [], "metrics": []}
     for step in range(steps):
+        if changes and step in changes:
+            engine.change_optimizer(changes[step])
         rows = share(make_batch(seed=step), engine.grid, world.rank, counts)
         found["metrics"].append(engine.forward_backward(rows, loss, loss.outputs))
         if step == 0:
@@ -189,14 +194,25 @@ def load_saved(engine: Any, state: Mapping[str, Any]) -> None:
 
 
 def resumed(
-    world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any, tolerance: float = 0.0
+    world: World,
+    name: str,
+    strategy: Any,
+    size: int,
+    path: Path,
+    optimizer: Any,
+    tolerance: float = 0.0,
+    changes: Mapping[str, Any] | None = None,
 ) -> bool:
-    """What is saved after three updates is what is saved after resuming from the first; relative `tolerance`."""
+    """What is saved after three updates is what is saved after resuming from the first; relative `tolerance`.
+
+    `changes` of the optimizer's settings are made before the first update only."""
     loss, found, state = loss_of("lm"), [], None
     for again in (False, True):
         engine = build(world, f"{name}-{again}", strategy, size, path, "lm", optimizer)
         if again:
             load_saved(engine, state)  # type: ignore[arg-type]
+        elif changes:
+            engine.change_optimizer(changes)
         for seed in (1, 2) if again else (0, 1, 2):
             engine.forward_backward(share(make_batch(seed=seed), engine.grid, world.rank), loss, loss.outputs)
             engine.step()

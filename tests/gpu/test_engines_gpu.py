@@ -87,6 +87,14 @@ def test_resuming_from_a_state_changes_nothing(world, models, name, optimizer):
     assert tasks.resumed(world, group, strategy_of(name), 1, path, optimizer, rounding_error)
 
 
+@pytest.mark.parametrize("name", [*FEW, "fsdp-offload", "zero-2-offload"])
+def test_changed_settings_and_groups_are_resumed(world, models, name):
+    optimizer = Adam(lr=0.02, eps=1e-3, groups={"embed": 0.002, "layers.1.": {"weight_decay": 0.1}})
+    changes, rounding_error = {"lr": 0.001, "betas": (0.5, 0.6)}, 2 * rounding.UNIT["bfloat16"]
+    arguments = (f"changed-{name}", strategy_of(name), 1, models["qwen2", "lm"], optimizer, rounding_error, changes)
+    assert tasks.resumed(world, *arguments)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_updates_start_from_weights_that_were_written_from_outside(world, models, name):
     path = models["qwen2", "lm"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hybridflow as hf
 from hybridflow import FSDP, VLLM, LoRA, Megatron, ZeRO
@@ -124,6 +125,32 @@ def test_an_actor_and_a_critic_share_their_devices(pool, models, place, tmp_path
     actor.save(tmp_path / "saved")
     assert actor.generate_sequences(make_prompts(4)).rows == 4
     assert list((tmp_path / "saved").glob("*config.json"))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_reference_is_the_average_of_an_actor(pool, models, place, tmp_path, offload):
+    """In bfloat16, whose rounding is larger than a step; saved, loaded and moved on the way."""
+    target, decay = make_policy(tmp_path / "target", seed=5), 0.999
+    actor = place(hf.ActorWorker, pool, model=target, train=Megatron())
+    settings = {"model": models[0], "offload": offload, "ema_decay": decay}
+    reference = place(hf.ReferenceWorker, pool, train=FSDP(), **settings)
+
+    def weights(group: hf.WorkerGroup, name: str) -> dict[str, torch.Tensor]:
+        return load_file(Path(group.save(tmp_path / name, dtype="float32")) / "model.safetensors")
+
+    start, end = weights(reference, "start"), weights(actor, "end")
+    for _ in range(20):
+        hf.sync_weights(actor, reference)
+    hf.save(tmp_path / "state", [reference])
+    hf.sync_weights(actor, reference)
+    hf.load(tmp_path / "state", [reference])
+    hf.reallocate(reference, strategy=ZeRO(stage=1))
+    for _ in range(20):
+        hf.sync_weights(actor, reference)
+    kept, found = decay**40, weights(reference, "found")
+    assert max(float((kept * start[n] + (1 - kept) * end[n] - found[n]).abs().max()) for n in found) < 1e-6
+    assert max(float((start[n] - found[n]).abs().max()) for n in found) > 1e-2
+    assert reference.compute_ref_log_prob(make_rows(4)).get()["ref_log_probs"].values.isfinite().all()
 
 
 @two

@@ -97,7 +97,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     )  # fmt: skip
     where = pool if elastic else hf.ResourcePool([2]) if apart else None
     rollout = hf.RolloutWorker.on(where, model=model, generate=generate) if where else actor
-    reference = hf.ReferenceWorker.on(own, model=model, train=layout)
+    decay = float(options["ema"]) if "ema" in options else None
+    reference = hf.ReferenceWorker.on(own, model=model, train=layout, ema_decay=decay)
     judge = hf.RewardWorker.on(pool, function=reward)
     critic = None
     if not apart:
@@ -157,6 +158,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
             if apart and not elastic:
                 at("sync", *learned)
                 hf.sync_weights(actor, rollout)
+            if decay is not None:
+                hf.sync_weights(actor, reference)
             metrics = batch.metrics()
             tracker.log(metrics, *learned)
             at("save", *learned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,24 @@ def test_a_multiplier_and_a_coefficient_go_on_from_call_to_call():
         assert got["kl_coef"].tolist() == pytest.approx([0.1 * (1 - 0.2 * 4 / 40) ** step] * 4)
     fresh = hf.compute_advantage(rollout(), "safe_rlhf", lagrange=other).get("lagrange")["lagrange"]
     assert fresh.tolist() == pytest.approx([math.exp(0.2 * 0.5)] * 4)
+
+
+def test_the_statistics_of_rewards_continue_with_a_checkpoint(cluster, tmp_path):
+    def step(norm: hf.algorithms.RunningNorm, rewards: list[float]) -> tuple[float, float]:
+        batch = rollout().with_columns(rewards=torch.tensor(rewards))
+        metrics = (hf.compute_advantage(batch, "reinforce", reward_norm=norm) | batch).metrics().get()
+        return metrics["reward/norm_mean"], metrics["reward/norm_std"]
+
+    norm, valid = hf.algorithms.RunningNorm(), [1.0, 2.0, 4.0]  # the third response is empty
+    assert step(norm, [1.0, 2.0, 9.0, 4.0]) == pytest.approx((np.mean(valid), np.std(valid, ddof=1)))
+    saved = hf.save(tmp_path / "saved", parts=[cluster.controller])
+    after = step(norm, [0.0, 7.0, 9.0, 1.0])
+    everything = [*valid, 0.0, 7.0, 1.0]
+    assert after == pytest.approx((np.mean(everything), np.std(everything, ddof=1)))
+    hf.load(saved, parts=[cluster.controller])
+    assert step(norm, [0.0, 7.0, 9.0, 1.0]) == after
+    fresh = step(hf.algorithms.RunningNorm(), [0.0, 7.0, 9.0, 1.0])
+    assert fresh == pytest.approx((8 / 3, np.std([0.0, 7.0, 1.0], ddof=1)))
 
 
 def test_figures_of_components_reach_the_driver():

@@ -136,6 +136,21 @@ def test_a_host_lost_while_idle_is_replaced_by_the_loop_itself(runs, undisturbed
     assert written == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ways", [{"die": 3}, {"fault": "generate_sequences:4:SIGKILL", "rollout": 1, "retry": 1}], ids=["killed", "lost"]
+)
+def test_a_moving_average_continues_exactly(runs, ways):
+    """In a driver that was killed, and after a lost host of the rollout: the average is that of the checkpoint."""
+    apart = {name: ways[name] for name in ("rollout",) if name in ways}
+    undisturbed = runs.run(f"average-{len(apart)}", every=100, record=1, ema=0.5, **apart)
+    once: dict[str, Any] = {"every": 2, "record": 1, "ema": 0.5, "deadline": 20, "peers": 30, **ways}
+    run = runs.run(f"average-lost-{len(apart)}", status=-signal.SIGKILL if "die" in ways else 0, **once)
+    if "die" in ways:
+        run = runs.run(run.name, every=100, record=1, ema=0.5)
+    check_equal(run, undisturbed, range(1, STEPS + 1))
+
+
 @pytest.fixture(scope="module")
 def apart(runs) -> Path:
     """GRPO with a rollout on devices of its own."""

@@ -308,6 +308,26 @@ def test_the_last_row_of_a_trajectory_is_scored_for_all_of_them(on, policy):
     assert [bool(row.any()) for row in found["response_mask"].rows()] == [True, True, True, False, False]
 
 
+@hf.rewards.whole_batch
+def longest(completions, group_id):
+    """1 for the longest of a group, and how many rows the call has."""
+    groups = {group: [len(c) for c, g in zip(completions, group_id) if g == group] for group in group_id}
+    return [float(len(c) == max(groups[g])) + 10 * len(completions) for c, g in zip(completions, group_id)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_function_of_whole_batches_gets_all_rows_on_one_of_several_ranks(on, policy, workers):
+    reward = on(hf.RewardWorker, 3, function={"longest": longest, "even": even}, tokenizer=policy, workers=workers)
+    rows = answered()
+    groups = rows.with_columns(group_id=torch.arange(7) % 2)
+    found = reward.compute_reward(groups).get()
+    sizes = [len(text) for text in texts(rows, "response")]
+    most = [max(sizes[i % 2 :: 2]) for i in range(7)]
+    assert found["rewards/longest"].tolist() == [70.0 + (sizes[i] == most[i]) for i in range(7)]
+    with pytest.raises(errors.MissingColumnError, match="group_id"):
+        reward.compute_reward(rows)
+
+
 def test_failures_raise_unless_a_setting_says_otherwise(on, settle, policy):
     reward = on(hf.RewardWorker, function=refuses, tokenizer=policy)
     with pytest.raises(errors.RewardError, match=r"refuses.* row 10[15]"):

@@ -5,6 +5,8 @@ Shapes: B rows, R response tokens, V valid (unmasked) tokens of all rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,14 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
 
 
-def token_rewards(rewards: Column, mask: Ragged, name: str = "rewards") -> Ragged:
+def token_rewards(
+    rewards: Column, mask: Ragged, name: str = "rewards", change: Callable[[Tensor], Tensor] | None = None
+) -> Ragged:
     """Ragged [B, R] float64: token rewards as they are, or [B] rewards at the last valid token of each row.
 
-    Exactly 0 at masked tokens; a row without valid tokens keeps none, whatever its reward. `name` of the column is for
-    messages. Errors: BatchError for a wrong shape or a reward that is not finite, with its row."""
+    Exactly 0 at masked tokens; a row without valid tokens keeps none, whatever its reward. `change` gets all others as
+    one tensor, and returns what is credited. `name` of the column is for messages. Errors: BatchError for a wrong shape
+    or a reward that is not finite, with its row."""
     if isinstance(rewards, list):
         raise BatchError(f"{name} is a column of Python objects; it must be a tensor [rows], or ragged.")
     per_token = isinstance(rewards, Ragged)
@@ -30,8 +35,11 @@ def token_rewards(rewards: Column, mask: Ragged, name: str = "rewards") -> Ragge
             f"like the response."
         )
     counts = valid_lengths(mask)
-    check_finite(name, rewards, mask.values if per_token else counts > 0)
+    valid = mask.values if per_token else counts > 0
+    check_finite(name, rewards, valid)
     flat = flat.to(torch.float64)
+    if change is not None:
+        flat = flat.masked_scatter(valid, change(flat[valid]))
     if per_token:
         return mask.with_values(torch.where(mask.values, flat, 0.0))
     last = mask.values.nonzero()[:, 0][(counts.cumsum(0) - 1)[counts > 0]]

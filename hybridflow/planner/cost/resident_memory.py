@@ -68,6 +68,8 @@ class PlacedGroup:
             return {}
         still, known = self.still, not isinstance(self.settings.get("optim"), SGD)  # SGD's state is less than Adam's
         found = {"weights": still.parameters, "gradients": still.gradients, "optimizer": still.optimizer * known}
+        if self.settings.get("ema_decay") is not None and offload is not True:
+            found["average"] = still.parameters  # or more: it has 32 bits
         if self.backend.sharded and phase != "updates":
             found["gradients"] = 0.0  # every step frees them
         if phase == "generates" and generate is not None:

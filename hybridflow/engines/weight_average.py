@@ -1,0 +1,69 @@
+"""WeightAverage: an exponential moving average, in float32, of the weights that a frozen model receives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.contract import TrainState
+from hybridflow.engines.train_engine import TrainEngine
+
+
+class WeightAverage:
+    """average := decay * average + (1 - decay) * the weights that arrived, from the weights of the model on.
+
+    The model has it rounded to its dtype; alone it would lose steps that are smaller than its rounding. In checkpoints
+    and moves to other ranks it takes the place of an optimizer's main parameters, so its methods are those of its
+    `engine`. `on_host` keeps it in host memory.
+    """
+
+    def __init__(self, engine: TrainEngine, decay: float, on_host: bool = False) -> None:
+        self._engine, self._decay = engine, decay
+        self._device = torch.device("cpu") if on_host else engine.device
+        weights = engine.storage().items()
+        self._average = {name: weight.to(self._device, torch.float32, copy=True) for name, weight in weights}
+        self.memory = Residency(self._average, engine.device)
+        self.layout = self.optimizer_layout = engine.layout
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights that have been written into the model."""
+        weights = self._engine.storage()
+        most = max((weight.numel() for weight in weights.values()), default=0)
+        room = torch.empty(most, dtype=torch.float32, device=self._device)  # first: nothing changes without memory
+        for name, weight in weights.items():
+            self._average[name].lerp_(room[: weight.numel()].view(weight.shape).copy_(weight), 1 - self._decay)
+        self.optimizer_moved({})
+
+    def storage(self) -> Mapping[str, Tensor]:
+        return self._average
+
+    def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
+        return self.layout(), self._average
+
+    def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
+        return {"main": self._average}
+
+    def optimizer_counters(self) -> dict[str, Any]:
+        return {}
+
+    @torch.no_grad()
+    def optimizer_moved(self, counters: Mapping[str, Any]) -> None:
+        """The average was written from outside: copy it to the model."""
+        del counters
+        for name, weight in self._engine.storage().items():
+            weight.copy_(self._average[name])
+        self._engine.weights_loaded()
+
+    def offload(self, what: Collection[TrainState]) -> None:
+        self._engine.offload(what)
+        self.memory.offload()
+
+    def reload(self, what: Collection[TrainState]) -> None:
+        self._engine.reload(what)
+        self.memory.acquire()
