@@ -40,7 +40,7 @@ def answer(program: bytes, machine: int, number: int, *arguments: int) -> int:
         elif code == 0x06:
             return value
         else:
-            passed = {0x15: word == value, 0x25: word > value, 0x45: bool(word & value)}[code]
+            passed = {0x15: word == value, 0x25: word > value, 0x35: word >= value, 0x45: bool(word & value)}[code]
             at += if_true if passed else if_false
 
 
