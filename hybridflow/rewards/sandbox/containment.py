@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import secrets
+import signal
 import socket
 import stat
 import struct
@@ -32,8 +33,7 @@ _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 4, 8, 22
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 24, 38, 2
 _CAPABILITY_VERSION, _DAC_OVERRIDE, _DAC_READ_SEARCH = 0x20080522, 1, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's calls, the same on every machine
-_THREADS, _INODES, _DEEPEST = 32, 4096, 64
-_STACK, _OPEN_FILES = 64 << 20, 64
+_THREADS, _INODES, _DEEPEST, _STACK, _OPEN_FILES = 32, 4096, 64, 64 << 20, 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -100,8 +100,7 @@ def filter_calls(*, metadata: bool) -> None:
     code = build_filter(platform.machine(), own_pid=os.getpid(), metadata=metadata)
     held = ctypes.create_string_buffer(code, len(code))
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    program = _FilterProgram(len(code) // 8, ctypes.addressof(held))
-    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))
+    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, struct.pack("@HP", len(code) // 8, ctypes.addressof(held)))
 
 
 # The system calls that a program can make, whatever else holds it.
@@ -131,7 +130,8 @@ _METADATA = {
 }
 _CLONE, _CLONE3, _OPENAT2 = {"x86_64": 56, "aarch64": 220}, 435, 437
 _FORKS = {"x86_64": (57, 58), "aarch64": ()}
-_SIGNALS = {"x86_64": (62, 234), "aarch64": (129, 131)}  # kill, tgkill
+# kill, tgkill, and which argument the signal is
+_SIGNALS = {"x86_64": ((62, 1), (234, 2)), "aarch64": ((129, 1), (131, 2))}
 _PRLIMIT, _PRCTL = {"x86_64": 302, "aarch64": 261}, {"x86_64": 157, "aarch64": 167}
 _PRCTL_OPTIONS = (2, 3, 15, 16, 21, 23, 39)  # what it only tells, and the name of a thread
 # Pairs of Unix sockets, which end in the program; one for datagrams could send to other addresses.
@@ -146,12 +146,6 @@ _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 _CLOSE_RANGE, _UNSHARE = 436, 2
 _FALLOCATE = {"x86_64": 285, "aarch64": 47}
 _OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}  # number, and which argument has the flags
-
-
-class _FilterProgram(ctypes.Structure):
-    """struct sock_fprog."""
-
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def build_filter(machine: str, *, own_pid: int, metadata: bool) -> bytes:
@@ -169,11 +163,8 @@ def build_filter(machine: str, *, own_pid: int, metadata: bool) -> bytes:
     for number in _FORKS[machine]:
         code += _answer_if(_EQUAL, number, errno.EAGAIN)
     # Threads only, which share one table of descriptors: files that are only in another one are not counted.
-    thread = [
-        part
-        for bit in (_CLONE_THREAD, _CLONE_FILES)
-        for part in (_step(_ANY_BIT, bit, 1, 0), _step(_RETURN, _ERROR | errno.EAGAIN))
-    ]
+    failed = _step(_RETURN, _ERROR | errno.EAGAIN)
+    thread = [step for bit in (_CLONE_THREAD, _CLONE_FILES) for step in (_step(_ANY_BIT, bit, 1, 0), failed)]
     code += _when(_CLONE[machine], 0, [*_answer_if(_ANY_BIT, _CLONE_NEW_ANY, errno.EPERM), *thread])
     code += _when(_CLOSE_RANGE, 2, _answer_if(_ANY_BIT, _UNSHARE, errno.EPERM))
     flags = [_load(2), *_answer_if(_ANY_BIT, _O_ASYNC, errno.EPERM), _step(_RETURN, _ALLOW)]
@@ -185,8 +176,9 @@ def build_filter(machine: str, *, own_pid: int, metadata: bool) -> bytes:
     code += _when(_PRLIMIT[machine], 0, [*_answer_unless(0), *cores])
     code += _when(_SOCKETPAIR[machine], 0, _answer_unless(socket.AF_UNIX))
     code += _when(_SENDTO[machine], 5, _answer_unless(0))  # the length of an address
-    for number in _SIGNALS[machine]:
-        code += _when(number, 0, _answer_unless(own_pid))
+    for number, argument in _SIGNALS[machine]:  # it is not to continue where `Usage` has stopped it
+        continuing = [_load(argument), *_answer_if(_EQUAL, signal.SIGCONT, errno.EPERM)]
+        code += _when(number, 0, [*_answer_unless(own_pid), *continuing])
     code += _answer_if(_EQUAL, _FALLOCATE[machine], errno.EOPNOTSUPP)  # faster than disk use is measured
     # Before its third version Landlock let O_TRUNC pass where reading is allowed.
     truncating = [_step(_AND, _O_ACCMODE | _O_TRUNC), *_answer_if(_EQUAL, _O_TRUNC, errno.EACCES)]
@@ -224,15 +216,6 @@ def _when(number: int, argument: int, body: list[bytes]) -> list[bytes]:
     return [_step(_EQUAL, number, 0, len(inner)), *inner]
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
-
-
-class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
-
-
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
 _MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block devices
@@ -253,17 +236,17 @@ def restrict_files(*, readable: Iterable[str], devices: Sequence[str], writable:
     files = (1 << 13) - 1
     files |= (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0) | (_IOCTL_DEVICE if known >= 5 else 0)
     # And from version 4 on no TCP, from 6 on no signals and no abstract sockets of others.
-    ruleset = _Ruleset(files, 3 if known >= 4 else 0, 3 if known >= 6 else 0)
+    ruleset = struct.pack("=QQQ", files, 3 if known >= 4 else 0, 3 if known >= 6 else 0)
     size = 8 if known < 4 else 16 if known < 6 else 24
-    handle = _landlock(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0))
+    handle = _landlock(_CREATE_RULESET, ruleset, ctypes.c_size_t(size), ctypes.c_uint32(0))
     allowed = dict.fromkeys(readable, _EXECUTE | _READ_FILE | _READ_DIR)
     allowed |= dict.fromkeys(devices, _READ_FILE | _WRITE_FILE)
     allowed[writable] = files & ~_MAKE_DEVICES & ~_IOCTL_DEVICE
     for path, access in allowed.items():
         with suppress(FileNotFoundError):
             parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rule = _PathBeneath(access if os.path.isdir(path) else access & ~_READ_DIR, parent)
-            _landlock(_ADD_RULE, ctypes.c_int(handle), ctypes.c_int(1), ctypes.byref(rule), ctypes.c_uint32(0))
+            rule = struct.pack("=Qi", access if os.path.isdir(path) else access & ~_READ_DIR, parent)
+            _landlock(_ADD_RULE, ctypes.c_int(handle), ctypes.c_int(1), rule, ctypes.c_uint32(0))
             os.close(parent)
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _landlock(_RESTRICT_SELF, ctypes.c_int(handle), ctypes.c_uint32(0))
@@ -295,12 +278,13 @@ def remove_tree(top: str) -> None:
 class Usage:
     """Usage without a kernel limit, measured from outside: threads, and files where no file system bounds them.
 
-    `exceeded` measures, every `pause` seconds. Files count with the blocks that they occupy, once for all their names;
-    deleted ones while the process has them open or mapped, except `not_counted`. What cannot be measured (a directory
-    closed to its owner, or more than 64 deep, more than 4096 entries) counts as exceeded. Beyond `most` bytes a
-    program writes at most its rate of writing times `pause`, plus what is written until a busy machine lets the
-    measuring process run. As root, this process sees deleted files only with CAP_SYS_PTRACE; unseen ones are bounded by
-    the limits on open files and on the size of each.
+    `exceeded` measures, every `pause` seconds, while a program that has files stands still: else it could move them
+    past the measurement. Files count with the blocks that they occupy, once for all their names; deleted ones while the
+    process has them open or mapped, except `not_counted`. What cannot be measured (a directory closed to its owner, or
+    more than 64 deep, more than 4096 entries) counts as exceeded. Beyond `most` bytes a program writes at most its rate
+    of writing times `pause`, plus what is written until a busy machine lets the measuring process run. As root, this
+    process sees deleted files only with CAP_SYS_PTRACE; unseen ones are bounded by the limits on open files and on the
+    size of each.
     """
 
     def __init__(self, process: int, directory: str | None, most: int, not_counted: Sequence[int]) -> None:
@@ -315,10 +299,14 @@ class Usage:
                 return "threads"
         if self._directory is None:
             return ""
-        start = time.monotonic()
-        occupied = sum(self._named(self._directory).values()) + sum(self._deleted().values())
+        start, occupied = time.process_time(), 0
+        if os.listdir(self._directory) or self._deleted():
+            os.kill(self._process, signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            occupied = sum(self._named(self._directory).values()) + sum(self._deleted().values())
+            os.kill(self._process, signal.SIGCONT)
         pause = 0.01 if occupied == self._occupied else 0.001
-        self.pause, self._occupied = max(pause, 9 * (time.monotonic() - start)), occupied
+        self.pause, self._occupied = max(pause, 9 * (time.process_time() - start)), occupied
         return "files" if occupied > self._most else ""
 
     def _named(self, top: str) -> dict[int, int]:
@@ -330,12 +318,9 @@ class Usage:
                 with os.scandir(directory) as inside:
                     for entry in inside:
                         entries += 1
-                        with suppress(FileNotFoundError):
-                            found[entry.inode()] = entry.stat(follow_symlinks=False).st_blocks * 512
-                            if entry.is_dir(follow_symlinks=False):
-                                left.append((entry.path, depth + 1))
-            except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
-                continue
+                        found[entry.inode()] = entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            left.append((entry.path, depth + 1))
             except OSError:
                 return {0: self._most + 1}
             if entries > _INODES or depth > _DEEPEST or len(directory) > 2048:  # of 4096 that a path may have

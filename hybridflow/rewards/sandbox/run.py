@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from hybridflow.errors import ConfigError, RewardError
@@ -29,7 +29,6 @@ _BEHIND: dict[str, Status] = {
     "OSError: [Errno 27]": "output",  # a file too large
     "OSError: [Errno 28]": "output",  # no space left
 }
-_CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL))
 _VERDICT = {"passed": int, "total": int, "reason": str, "error": str, "ended": bool, "unreadable": str}
 _GRACE = 120.0  # beyond a limit, until a supervisor on a busy machine has reported
 
@@ -250,35 +249,30 @@ def _verdict(printed: str) -> dict[str, Any]:
         sound = {name: type(value) for name, value in told.items()} == _VERDICT and 0 <= told["passed"] <= told["total"]
     except (ValueError, AttributeError, RecursionError):
         return {}
-    return told if sound else {}
+    return {name: _shown(value) if isinstance(value, str) else value for name, value in told.items()} if sound else {}
 
 
 def judgement(solving: Execution, judging: Execution) -> CodeResult:
     """The result that follows from how a program and its tests ended, and from the verdict of the tests."""
-    found = _judged(solving, judging)
-    return replace(found, reason=_shown(found.reason))
-
-
-def _judged(solving: Execution, judging: Execution) -> CodeResult:
     program, tests, verdict = solving.result(), judging.result(), _verdict(judging.printed()[0])
     passed, total = verdict.get("passed", 0), verdict.get("total", 0)
     judged = tests.status == "ok" and total > 0
     if tests.status == "ok" and (unreadable := verdict.get("unreadable")):
-        return CodeResult(status="unreadable", reason=str(unreadable))
+        return CodeResult(status="unreadable", reason=unreadable)
     if judged and passed == total:
         return CodeResult(passed=passed, total=total, status="ok")
     through = solving.wait()["end"] == "stopped" and program.status == "killed"  # by us, when the tests were through
     if program.contained and not through:
         return CodeResult(passed=passed, total=total, status=program.status, reason=program.reason)
-    if limited := behind(str(verdict.get("error", "")), solving.limits):
+    if limited := behind(verdict.get("error", ""), solving.limits):
         return CodeResult(passed=passed, total=total, status=limited[0], reason=limited[1])
     if not judged:
         reason = f"its tests: {tests.reason or 'they ended without a verdict'}"
         # By what the program has answered, as far as is known, or by the program itself in their process.
-        stopped = tests.contained and (tests.status != "killed" or tests.returncode in _CRASHES)
+        stopped = tests.contained and tests.status != "killed"
         status = tests.status if stopped else "failed" if solving is judging else "unreadable"
         return CodeResult(status=status, reason=reason)
-    reason = str(verdict.get("reason", ""))
+    reason = verdict.get("reason", "")
     if verdict.get("ended") and program.returncode is not None:
         reason = f"exited with code {program.returncode} before the tests were through"
     return CodeResult(passed=passed, total=total, status="failed", reason=reason)
