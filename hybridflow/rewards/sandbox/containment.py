@@ -333,9 +333,9 @@ class Usage:
         A file that is mapped only counts with the most that a file can have.
         """
         found: dict[int, int] = {}
-        with suppress(OSError):
-            for thread in os.listdir(f"/proc/{self._process}/task"):
-                place = f"/proc/{self._process}/task/{thread}"
+        for thread in os.listdir(f"/proc/{self._process}/task"):
+            place = f"/proc/{self._process}/task/{thread}"
+            with suppress(OSError):  # an ordinary user may not ask a thread that has ended
                 with open(f"{place}/maps", encoding="utf-8", errors="replace") as maps:
                     lines = maps.read().splitlines()
                 for line in lines:
