@@ -72,8 +72,8 @@ class ServerProcess:
             except BaseException as error:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 code = self._process.wait()
-                self.close()
                 if not isinstance(error, OSError):
+                    self.close()
                     raise
                 output.seek(0)
                 late = isinstance(error, TimeoutError)

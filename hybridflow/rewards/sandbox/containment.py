@@ -13,6 +13,8 @@ import os
 import platform
 import resource
 import secrets
+import signal
+import socket
 import stat
 import struct
 import time
@@ -27,12 +29,11 @@ DIRECTORY = "/program"  # with bubblewrap, the only place that a program can wri
 EMPTY = ("/tmp", "/var/tmp", "/dev/shm", "/proc", "/home")  # there, and read-only: refused rather than not found
 _CLONE_NEWNS = 0x00020000
 _MS_NOSUID, _MS_NODEV, _MS_RDONLY = 2, 4, 1
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 1, 4, 8, 22
+_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 4, 8, 22
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 24, 38, 2
 _CAPABILITY_VERSION, _DAC_OVERRIDE, _DAC_READ_SEARCH = 0x20080522, 1, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's calls, the same on every machine
-_THREADS, _INODES, _DEEPEST = 32, 4096, 64
-_STACK, _OPEN_FILES = 64 << 20, 64
+_THREADS, _INODES, _DEEPEST, _STACK, _OPEN_FILES = 32, 4096, 64, 64 << 20, 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -83,7 +84,7 @@ def limit(limits: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: limits["cpu"],
         resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # no file has room in it; with 0, a core still goes to the machine's handler of cores
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_STACK: min(_STACK, memory // 8),
     }
@@ -99,12 +100,11 @@ def filter_calls(*, metadata: bool) -> None:
     code = build_filter(platform.machine(), own_pid=os.getpid(), metadata=metadata)
     held = ctypes.create_string_buffer(code, len(code))
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    program = _FilterProgram(len(code) // 8, ctypes.addressof(held))
-    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))
+    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, struct.pack("@HP", len(code) // 8, ctypes.addressof(held)))
 
 
-# The system calls that a program cannot make, whatever else holds it.
-_LOAD, _EQUAL, _ABOVE, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
+# The system calls that a program can make, whatever else holds it.
+_LOAD, _EQUAL, _ABOVE, _FROM, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _AUDIT_MACHINE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -112,60 +112,40 @@ _LAST_KNOWN = 469  # calls that came to Linux later answer "not implemented" unt
 _CLONE_THREAD, _CLONE_FILES, _CLONE_NEW_ANY = 0x00010000, 0x00000400, 0x7E020000
 _O_ACCMODE, _O_TRUNC = 3, 0o1000
 
-# Numbers of refused calls on x86_64 and on aarch64; those from 424 on are the same on both.
-_REFUSED = (
-    # socket, connect, bind, listen (a socketpair ends in the program itself)
-    ((41, 42, 49, 50), (198, 203, 200, 201)),
-    # ptrace, process_vm_readv, process_vm_writev, kcmp, rt_sigqueueinfo, rt_tgsigqueueinfo, tkill
-    ((101, 310, 311, 312, 129, 297, 200), (117, 270, 271, 272, 138, 240, 130)),
-    # sched_setaffinity, _setscheduler, _setparam, _setattr, setpriority, ioprio_set, migrate_pages, move_pages
-    ((203, 144, 142, 314, 141, 251, 256, 279), (122, 119, 118, 274, 140, 30, 238, 239)),
-    # unshare, setns, mount, umount2, pivot_root, chroot
-    ((272, 308, 165, 166, 155, 161), (97, 268, 40, 39, 41, 51)),
-    # System V shared memory, semaphores and messages; POSIX messages: they would stay
-    ((29, 30, 31, 67, 64, 65, 66, 220), (194, 196, 195, 197, 190, 193, 191, 192)),
-    ((68, 69, 70, 71, 240, 241), (186, 189, 188, 187, 180, 181)),
-    # memfd_create, add_key, request_key, keyctl: not counted for any process
-    ((319, 248, 249, 250), (279, 217, 218, 219)),
-    # sendmsg, sendmmsg: deleted files whose descriptors are under way in a socketpair are in no table of a process
-    ((46, 307), (211, 269)),
-    # bpf, perf_event_open, userfaultfd, fanotify_init, reboot, kexec, modules
-    ((321, 298, 323, 300, 169, 246, 320, 175, 313, 176), (280, 241, 282, 262, 142, 104, 294, 105, 273, 106)),
-    # swap, acct, quotactl, syslog, clocks, names of the host
-    ((167, 168, 163, 179, 103, 164, 170), (224, 225, 89, 60, 116, 170, 161)),
-    ((227, 159, 305, 171), (112, 171, 266, 162)),
-    # vhangup, personality, file handles, lookup_dcookie, seccomp; ports and modify_ldt of x86_64
-    ((153, 135, 303, 304, 212, 317, 172, 173, 154), (58, 92, 264, 265, 18, 277)),
-)
-# pidfds, madvise of others, mounts by descriptor, io_uring, memfd_secret, quotactl_fd
-_REFUSED_ON_BOTH = (*range(424, 434), 434, 438, 440, 442, 443, 447, 448, 467)
+# Numbers of calls for files, memory, threads, time and signals of the program itself. Whatever reaches other processes
+# or the network is left out, and what a user or a machine has a fixed number of (locks by flock, watches of files,
+# asynchronous I/O, timers by POSIX, keys, messages), and memory that no limit counts (vmsplice, memfd_create).
+_ALLOWED = {
+    "x86_64": "0-15 17-28 32-40 45 47-48 51-52 55 59-61 63 74-75 77-89 95-100 102 104 107-108 110-111 115 118 120-121 "
+    "124-125 127-128 130-131 133 137-138 140 143 145-148 158 186 191-196 201-202 204 213 217-219 221 228-233 239 247 "
+    "257-259 262-267 269-271 273 281-284 286-287 289-293 295-296 309 316 318 326-328 332 334 439 441 449",
+    "aarch64": "8-13 17 19-24 33-38 43-44 46 48-50 56-57 59 61-74 78-80 82-83 85-87 90 93-96 98-99 101-103 113-115 "
+    "120-121 123-128 132-137 139 141 148 150 153 155-156 158 160 163 165-166 168-169 172-179 204-205 207 209-210 212 "
+    "214-216 221-223 226-227 232-233 236 260 276 278 285-287 291 293 439 441 449",
+}
 # What Landlock does not know of: modes, owners, attributes and times of files, truncate
-_METADATA = (
-    ((90, 91, 268, 92, 93, 94, 260), (52, 53, 55, 54)),
-    ((188, 189, 190, 197, 198, 199), (5, 6, 7, 14, 15, 16)),
-    ((132, 235, 261, 280, 76), (88, 45)),
-    ((452, 463, 466, 469), (452, 463, 466, 469)),
-)
+_METADATA = {
+    "x86_64": "76 90-94 132 188-190 197-199 235 260-261 268 280 452 463 466",
+    "aarch64": "5-7 14-16 45 52-55 88 452 463 466",
+}
 _CLONE, _CLONE3, _OPENAT2 = {"x86_64": 56, "aarch64": 220}, 435, 437
 _FORKS = {"x86_64": (57, 58), "aarch64": ()}
-_SIGNALS = {"x86_64": (62, 234), "aarch64": (129, 131)}  # kill, tgkill
+# kill, tgkill, and which argument the signal is
+_SIGNALS = {"x86_64": ((62, 1), (234, 2)), "aarch64": ((129, 1), (131, 2))}
 _PRLIMIT, _PRCTL = {"x86_64": 302, "aarch64": 261}, {"x86_64": 157, "aarch64": 167}
+_PRCTL_OPTIONS = (2, 3, 15, 16, 21, 23, 39)  # what it only tells, and the name of a thread
+# Pairs of Unix sockets, which end in the program; one for datagrams could send to other addresses.
+_SOCKETPAIR, _SENDTO = {"x86_64": 53, "aarch64": 199}, {"x86_64": 44, "aarch64": 206}
 # What may be asked of a file descriptor: nothing by which it names an owner, or a signal to be sent.
 _FCNTL, _IOCTL = {"x86_64": 72, "aarch64": 25}, {"x86_64": 16, "aarch64": 29}
 _F_SETFL, _O_ASYNC = 4, 0o20000
-# Duplicates, flags, locks, sizes of pipes, seals, hints.
-_FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034, 1035, 1036, 1037, 1038)
+# Duplicates, flags, locks, the size of a pipe, seals, hints.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 1030, 1032, 1033, 1034, 1035, 1036, 1037, 1038)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 _CLOSE_RANGE, _UNSHARE = 436, 2
 _FALLOCATE = {"x86_64": 285, "aarch64": 47}
 _OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}  # number, and which argument has the flags
-
-
-class _FilterProgram(ctypes.Structure):
-    """struct sock_fprog."""
-
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def build_filter(machine: str, *, own_pid: int, metadata: bool) -> bytes:
@@ -174,40 +154,40 @@ def build_filter(machine: str, *, own_pid: int, metadata: bool) -> bytes:
     It is classic BPF. Refused calls return an error; nothing is killed for asking. `metadata`: whether it may change
     modes, owners and times of files.
     """
-    column = list(_AUDIT_MACHINE).index(machine)
-    refused = [number for group in (_REFUSED if metadata else (*_REFUSED, *_METADATA)) for number in group[column]]
     code = [
         *(_step(_LOAD, _MACHINE), _step(_EQUAL, _AUDIT_MACHINE[machine], 1, 0), _step(_RETURN, _KILL)),
         *(_step(_LOAD, _NUMBER), *_answer_if(_ABOVE, _LAST_KNOWN, errno.ENOSYS)),
     ]
-    for number in (*refused, *_REFUSED_ON_BOTH):
-        code += _answer_if(_EQUAL, number, errno.EPERM)
     for number in (_CLONE3, _OPENAT2):  # their flags are in memory; the C library falls back to the older calls
         code += _answer_if(_EQUAL, number, errno.ENOSYS)
     for number in _FORKS[machine]:
         code += _answer_if(_EQUAL, number, errno.EAGAIN)
     # Threads only, which share one table of descriptors: files that are only in another one are not counted.
-    thread = [
-        part
-        for bit in (_CLONE_THREAD, _CLONE_FILES)
-        for part in (_step(_ANY_BIT, bit, 1, 0), _step(_RETURN, _ERROR | errno.EAGAIN))
-    ]
+    failed = _step(_RETURN, _ERROR | errno.EAGAIN)
+    thread = [step for bit in (_CLONE_THREAD, _CLONE_FILES) for step in (_step(_ANY_BIT, bit, 1, 0), failed)]
     code += _when(_CLONE[machine], 0, [*_answer_if(_ANY_BIT, _CLONE_NEW_ANY, errno.EPERM), *thread])
     code += _when(_CLOSE_RANGE, 2, _answer_if(_ANY_BIT, _UNSHARE, errno.EPERM))
     flags = [_load(2), *_answer_if(_ANY_BIT, _O_ASYNC, errno.EPERM), _step(_RETURN, _ALLOW)]
     setting = [_step(_EQUAL, _F_SETFL, 0, len(flags)), *flags]
     code += _when(_FCNTL[machine], 1, [*setting, *_answer_unless(*_FCNTL_COMMANDS)])
     code += _when(_IOCTL[machine], 1, _answer_unless(*_IOCTL_COMMANDS))
-    code += _when(_PRCTL[machine], 0, _answer_if(_EQUAL, _PR_SET_PDEATHSIG, errno.EPERM))
-    code += _when(_PRLIMIT[machine], 0, _answer_unless(0))
-    for number in _SIGNALS[machine]:
-        code += _when(number, 0, _answer_unless(own_pid))
+    code += _when(_PRCTL[machine], 0, _answer_unless(*_PRCTL_OPTIONS))
+    cores = [_load(1), *_answer_if(_EQUAL, resource.RLIMIT_CORE, errno.EPERM)]  # see `limit`
+    code += _when(_PRLIMIT[machine], 0, [*_answer_unless(0), *cores])
+    code += _when(_SOCKETPAIR[machine], 0, _answer_unless(socket.AF_UNIX))
+    code += _when(_SENDTO[machine], 5, _answer_unless(0))  # the length of an address
+    for number, argument in _SIGNALS[machine]:  # it is not to continue where `Usage` has stopped it
+        continuing = [_load(argument), *_answer_if(_EQUAL, signal.SIGCONT, errno.EPERM)]
+        code += _when(number, 0, [*_answer_unless(own_pid), *continuing])
     code += _answer_if(_EQUAL, _FALLOCATE[machine], errno.EOPNOTSUPP)  # faster than disk use is measured
     # Before its third version Landlock let O_TRUNC pass where reading is allowed.
     truncating = [_step(_AND, _O_ACCMODE | _O_TRUNC), *_answer_if(_EQUAL, _O_TRUNC, errno.EACCES)]
     for number, argument in _OPENS[machine]:
         code += _when(number, argument, truncating)
-    return b"".join([*code, _step(_RETURN, _ALLOW)])
+    for part in f"{_ALLOWED[machine]} {_METADATA[machine] if metadata else ''}".split():
+        first, last = int(part.partition("-")[0]), int(part.rpartition("-")[2])
+        code += [_step(_ABOVE, last, 2, 0), _step(_FROM, first, 0, 1), _step(_RETURN, _ALLOW)]
+    return b"".join([*code, _step(_RETURN, _ERROR | errno.EPERM)])
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -236,15 +216,6 @@ def _when(number: int, argument: int, body: list[bytes]) -> list[bytes]:
     return [_step(_EQUAL, number, 0, len(inner)), *inner]
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
-
-
-class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
-
-
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
 _MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block devices
@@ -265,17 +236,17 @@ def restrict_files(*, readable: Iterable[str], devices: Sequence[str], writable:
     files = (1 << 13) - 1
     files |= (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0) | (_IOCTL_DEVICE if known >= 5 else 0)
     # And from version 4 on no TCP, from 6 on no signals and no abstract sockets of others.
-    ruleset = _Ruleset(files, 3 if known >= 4 else 0, 3 if known >= 6 else 0)
+    ruleset = struct.pack("=QQQ", files, 3 if known >= 4 else 0, 3 if known >= 6 else 0)
     size = 8 if known < 4 else 16 if known < 6 else 24
-    handle = _landlock(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint32(0))
+    handle = _landlock(_CREATE_RULESET, ruleset, ctypes.c_size_t(size), ctypes.c_uint32(0))
     allowed = dict.fromkeys(readable, _EXECUTE | _READ_FILE | _READ_DIR)
     allowed |= dict.fromkeys(devices, _READ_FILE | _WRITE_FILE)
     allowed[writable] = files & ~_MAKE_DEVICES & ~_IOCTL_DEVICE
     for path, access in allowed.items():
         with suppress(FileNotFoundError):
             parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rule = _PathBeneath(access if os.path.isdir(path) else access & ~_READ_DIR, parent)
-            _landlock(_ADD_RULE, ctypes.c_int(handle), ctypes.c_int(1), ctypes.byref(rule), ctypes.c_uint32(0))
+            rule = struct.pack("=Qi", access if os.path.isdir(path) else access & ~_READ_DIR, parent)
+            _landlock(_ADD_RULE, ctypes.c_int(handle), ctypes.c_int(1), rule, ctypes.c_uint32(0))
             os.close(parent)
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _landlock(_RESTRICT_SELF, ctypes.c_int(handle), ctypes.c_uint32(0))
@@ -307,12 +278,13 @@ def remove_tree(top: str) -> None:
 class Usage:
     """Usage without a kernel limit, measured from outside: threads, and files where no file system bounds them.
 
-    `exceeded` measures, every `pause` seconds. Files count with the blocks that they occupy, once for all their names;
-    deleted ones while the process has them open or mapped, except `not_counted`. What cannot be measured (a directory
-    closed to its owner, or more than 64 deep, more than 4096 entries) counts as exceeded. Beyond `most` bytes a
-    program writes at most its rate of writing times `pause`, plus what is written until a busy machine lets the
-    measuring process run. As root, this process sees deleted files only with CAP_SYS_PTRACE; unseen ones are bounded by
-    the limits on open files and on the size of each.
+    `exceeded` measures, every `pause` seconds, while a program that has files stands still: else it could move them
+    past the measurement. Files count with the blocks that they occupy, once for all their names; deleted ones while the
+    process has them open or mapped, except `not_counted`. What cannot be measured (a directory closed to its owner, or
+    more than 64 deep, more than 4096 entries) counts as exceeded. Beyond `most` bytes a program writes at most its rate
+    of writing times `pause`, plus what is written until a busy machine lets the measuring process run. As root, this
+    process sees deleted files only with CAP_SYS_PTRACE; unseen ones are bounded by the limits on open files and on the
+    size of each.
     """
 
     def __init__(self, process: int, directory: str | None, most: int, not_counted: Sequence[int]) -> None:
@@ -327,10 +299,14 @@ class Usage:
                 return "threads"
         if self._directory is None:
             return ""
-        start = time.monotonic()
-        occupied = sum(self._named(self._directory).values()) + sum(self._deleted().values())
+        start, occupied = time.process_time(), 0
+        if os.listdir(self._directory) or self._deleted():
+            os.kill(self._process, signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            occupied = sum(self._named(self._directory).values()) + sum(self._deleted().values())
+            os.kill(self._process, signal.SIGCONT)
         pause = 0.01 if occupied == self._occupied else 0.001
-        self.pause, self._occupied = max(pause, 9 * (time.monotonic() - start)), occupied
+        self.pause, self._occupied = max(pause, 9 * (time.process_time() - start)), occupied
         return "files" if occupied > self._most else ""
 
     def _named(self, top: str) -> dict[int, int]:
@@ -342,12 +318,9 @@ class Usage:
                 with os.scandir(directory) as inside:
                     for entry in inside:
                         entries += 1
-                        with suppress(FileNotFoundError):
-                            found[entry.inode()] = entry.stat(follow_symlinks=False).st_blocks * 512
-                            if entry.is_dir(follow_symlinks=False):
-                                left.append((entry.path, depth + 1))
-            except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
-                continue
+                        found[entry.inode()] = entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            left.append((entry.path, depth + 1))
             except OSError:
                 return {0: self._most + 1}
             if entries > _INODES or depth > _DEEPEST or len(directory) > 2048:  # of 4096 that a path may have
@@ -360,9 +333,9 @@ class Usage:
         A file that is mapped only counts with the most that a file can have.
         """
         found: dict[int, int] = {}
-        with suppress(OSError):
-            for thread in os.listdir(f"/proc/{self._process}/task"):
-                place = f"/proc/{self._process}/task/{thread}"
+        for thread in os.listdir(f"/proc/{self._process}/task"):
+            place = f"/proc/{self._process}/task/{thread}"
+            with suppress(OSError):  # an ordinary user may not ask a thread that has ended
                 with open(f"{place}/maps", encoding="utf-8", errors="replace") as maps:
                     lines = maps.read().splitlines()
                 for line in lines:

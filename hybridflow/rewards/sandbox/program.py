@@ -19,6 +19,7 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from hybridflow.processes.channel import Channel
@@ -29,7 +30,6 @@ _DEEPEST = 100
 _MOST_ITEMS = 10_000  # of an iterator, which may have no end
 _SHOWN = 300  # characters of an error
 _LONG = 1 << 13  # bits from which the decimal form of an int is slow
-_TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}  # the same on both sides
 
 # Type -> what its values are made from again, and by which function.
 _MADE_FROM: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = {
@@ -50,6 +50,9 @@ _MADE_FROM: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = 
     collections.deque: (lambda value: [list(value), value.maxlen], collections.deque),
     type(...): (lambda value: [], lambda: ...),
 }
+# Types that travel by name: those of plain values are the same on both sides.
+_TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
+_TYPES |= {kind.__name__: kind for kind in (*_MADE_FROM, collections.Counter, collections.OrderedDict)}
 _LISTED: tuple[type, ...] = (list, tuple, set, frozenset)
 _MAPPED: tuple[type, ...] = (collections.Counter, collections.OrderedDict, dict)
 _BYTES: tuple[type, ...] = (bytes, bytearray)
@@ -83,6 +86,8 @@ class ValueChannel(Channel):
 class Remote:
     """A program in another process. `asked` counts its uses, `ended` says that it is gone.
 
+    `given`: whether tests have names of it that they use without asking, values and classes.
+
     `error`: the last exception that it told, as the last line of a traceback; "" for none.
     """
 
@@ -90,7 +95,7 @@ class Remote:
         self._channel = channel
         self._known: dict[int, tuple[str, Any]] = {}  # functions and classes of the program, by their ids
         self._classes: dict[tuple[str, ...], type[BaseException]] = {}
-        self.asked, self.ended, self.error = 0, False, ""
+        self.asked, self.ended, self.given, self.error = 0, False, False, ""
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """The program's values of these names. Errors: an exception of its loading."""
@@ -98,17 +103,15 @@ class Remote:
         for name, what in self._ask({"names": wanted})["names"].items():
             if name not in wanted:
                 raise ValueError(f"{name} was not asked for")
-            if "raises" in what:
-                found[name] = self._class(what["raises"])
-                if isinstance(found[name], _ProgramClass):
-                    found[name].call = self._function(name)
-            elif "call" in what:
-                found[name] = self._function(name)
+            value = self._class(what["raises"]) if "raises" in what else decode(what.get("value"))
+            if isinstance(value, _ProgramClass):
+                value.call = self._function(name)
+            if "call" in what or isinstance(value, _OpaqueCallable):
+                value = self._function(name)
             else:
-                found[name] = decode(what["value"])
-                self.asked += 1  # a constant is used without asking
-                continue
-            self._known[id(found[name])] = name, found[name]
+                self.asked, self.given = self.asked + 1, True
+            found[name] = value
+            self._known[id(value)] = name, value
         return found
 
     def last_function(self) -> str:
@@ -138,7 +141,7 @@ class Remote:
         if id(value) in self._known:
             return ["program", self._known[id(value)][0]]
         kind = value if isinstance(value, type) else type(value)
-        if issubclass(kind, Opaque) or isinstance(kind, _ProgramClass):
+        if issubclass(kind, Opaque) or isinstance(kind, _ProgramClass) or value in _plain_types():
             raise TypeError(f"{value!r} is no plain value")
         if isinstance(value, BaseException) and _TYPES.get(kind.__name__) is kind:
             return ["raised", kind.__name__, encode([*value.args], other=self._given)]
@@ -304,8 +307,10 @@ def _running(value: Any, items: Callable[[Any], list[Any]]) -> Any:
 
 
 def _plain_types() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")
-    arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
+    arrays: tuple[type, ...] = ()
+    with suppress(ImportError):  # a test may use an array's attribute where no array has come so far
+        numpy = importlib.import_module("numpy")
+        arrays = (numpy.ndarray, numpy.generic)
     running = (types.GeneratorType, types.CoroutineType)
     return (str, int, float, *_LISTED, *_MAPPED, *_BYTES, *_MADE_FROM, *running, *arrays)
 

@@ -29,6 +29,7 @@ _BEHIND: dict[str, Status] = {
     "OSError: [Errno 27]": "output",  # a file too large
     "OSError: [Errno 28]": "output",  # no space left
 }
+_VERDICT = {"passed": int, "total": int, "reason": str, "error": str, "ended": bool, "unreadable": str}
 _GRACE = 120.0  # beyond a limit, until a supervisor on a busy machine has reported
 
 
@@ -180,7 +181,12 @@ class Execution:
         stdout, stderr = self.printed()
         status, reason = self._ending(code, facts, stderr)
         return Result(
-            status=status, reason=reason, returncode=code, stdout=stdout, stderr=stderr, seconds=facts["seconds"]
+            status=status,
+            reason=_shown(reason),
+            returncode=code,
+            stdout=stdout,
+            stderr=stderr,
+            seconds=facts["seconds"],
         )
 
     def _ending(self, code: int | None, facts: dict[str, Any], stderr: str) -> tuple[Status, str]:
@@ -219,6 +225,11 @@ def behind(line: str, limits: Limits) -> tuple[Status, str] | None:
     return status, (f"did what is not allowed: {line}" if status == "forbidden" else line)
 
 
+def _shown(reason: str) -> str:
+    """Without what a terminal obeys, or a file cannot hold."""
+    return "".join(part if part.isprintable() or part == "\n" else "?" for part in reason)
+
+
 def _in_memory(text: str) -> int:
     """A sealed file in memory, read from its beginning."""
     file = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -231,28 +242,37 @@ def _in_memory(text: str) -> int:
     return file
 
 
+def _verdict(printed: str) -> dict[str, Any]:
+    """What the tests found; empty where they ended early, or a program that shares their process has forged it."""
+    try:
+        told = json.loads(printed)
+        sound = {name: type(value) for name, value in told.items()} == _VERDICT and 0 <= told["passed"] <= told["total"]
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+    return {name: _shown(value) if isinstance(value, str) else value for name, value in told.items()} if sound else {}
+
+
 def judgement(solving: Execution, judging: Execution) -> CodeResult:
     """The result that follows from how a program and its tests ended, and from the verdict of the tests."""
-    program, tests = solving.result(), judging.result()
-    verdict = {}
-    with suppress(ValueError):  # without one, the tests ended early
-        verdict = json.loads(judging.printed()[0])
-    passed, total = int(verdict.get("passed", 0)), int(verdict.get("total", 0))
+    program, tests, verdict = solving.result(), judging.result(), _verdict(judging.printed()[0])
+    passed, total = verdict.get("passed", 0), verdict.get("total", 0)
     judged = tests.status == "ok" and total > 0
     if tests.status == "ok" and (unreadable := verdict.get("unreadable")):
-        return CodeResult(status="unreadable", reason=str(unreadable))
+        return CodeResult(status="unreadable", reason=unreadable)
     if judged and passed == total:
         return CodeResult(passed=passed, total=total, status="ok")
     through = solving.wait()["end"] == "stopped" and program.status == "killed"  # by us, when the tests were through
     if program.contained and not through:
         return CodeResult(passed=passed, total=total, status=program.status, reason=program.reason)
-    if limited := behind(str(verdict.get("error", "")), solving.limits):
+    if limited := behind(verdict.get("error", ""), solving.limits):
         return CodeResult(passed=passed, total=total, status=limited[0], reason=limited[1])
     if not judged:
         reason = f"its tests: {tests.reason or 'they ended without a verdict'}"
-        stopped = tests.contained and tests.status != "killed"  # by what the program has answered, as far as is known
-        return CodeResult(status=tests.status if stopped else "unreadable", reason=reason)
-    reason = str(verdict.get("reason", ""))
+        # By what the program has answered, as far as is known, or by the program itself in their process.
+        stopped = tests.contained and tests.status != "killed"
+        status = tests.status if stopped else "failed" if solving is judging else "unreadable"
+        return CodeResult(status=status, reason=reason)
+    reason = verdict.get("reason", "")
     if verdict.get("ended") and program.returncode is not None:
         reason = f"exited with code {program.returncode} before the tests were through"
     return CodeResult(passed=passed, total=total, status="failed", reason=reason)

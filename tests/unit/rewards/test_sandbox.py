@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.processes.supervisor import ServerProcess
 from hybridflow.rewards.sandbox import sandbox as sandbox_module
 from hybridflow.rewards.sandbox.run import Limits, Result
 from hybridflow.rewards.sandbox.sandbox import Sandbox, unavailable
@@ -272,6 +273,23 @@ def test_nothing_stays_when_the_caller_is_killed(mechanism):
     assert scratch == "None" or not Path(scratch).exists()
 
 
+# Deleted files of a thread that outlives the first one
+HIDDEN = (
+    "import ctypes, os, threading, time\ndef more():\n    time.sleep(0.1)\n    for _ in range(6):\n"
+    "        file = os.open('a', os.O_CREAT | os.O_RDWR)\n        os.unlink('a')\n"
+    "        os.write(file, b'x' * (9 << 20))\n"
+    "    time.sleep(60)\nthreading.Thread(target=more).start()\nctypes.CDLL(None).syscall(60, 0)"
+)
+
+
+def test_a_sandbox_that_does_not_start_says_why():
+    def command(_: int) -> list[str]:
+        return ["sh", "-c", "echo no namespaces here >&2; exit 3"]
+
+    with pytest.raises(OSError, match="exited with code 3; it printed last: no namespaces here"):
+        ServerProcess(command, environment=dict(os.environ), seconds=60.0)
+
+
 def test_an_ordinary_user_can_contain_as_well():
     """Root is not needed; checked as another user with the system's Python, where that can read this checkout."""
     python = Path("/usr/bin/python3")
@@ -287,6 +305,7 @@ def test_an_ordinary_user_can_contain_as_well():
         "        forks = 'import os\\nwhile True: os.fork()'\n"
         "        outside = 'import ctypes\\nprint(ctypes.CDLL(None).open(b\"/tmp/evil\", 0o102, 0o666))'\n"
         "        found[name] = [s.run(forks).status, s.run(outside).stdout.strip()]\n"
+        f"        if name == 'landlock': found[name].append(s.run({HIDDEN!r}, limits=Limits(seconds=30)).status)\n"
         "print(json.dumps(found))"
     )
     environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -304,7 +323,8 @@ def test_an_ordinary_user_can_contain_as_well():
     if "SyntaxError" in done.stderr or "ImportError" in done.stderr or "PermissionError" in done.stderr:
         pytest.skip("the system's Python cannot load hybridflow")
     found = json.loads(done.stdout)
-    assert all(result == ["forbidden", "-1"] for result in found.values()), found
+    wanted = {"bubblewrap": ["forbidden", "-1"], "landlock": ["forbidden", "-1", "output"]}
+    assert found == {name: wanted[name] for name in found}
 
 
 def test_a_machine_without_either_mechanism_is_refused(monkeypatch, caplog):

@@ -40,7 +40,7 @@ def answer(program: bytes, machine: int, number: int, *arguments: int) -> int:
         elif code == 0x06:
             return value
         else:
-            passed = {0x15: word == value, 0x25: word > value, 0x45: bool(word & value)}[code]
+            passed = {0x15: word == value, 0x25: word > value, 0x35: word >= value, 0x45: bool(word & value)}[code]
             at += if_true if passed else if_false
 
 
@@ -51,6 +51,7 @@ CALLS = {
     "openat that truncates by reading": (257, 56, (0, 0, os.O_RDONLY | os.O_TRUNC), errno.EACCES),
     "execve": (59, 221, (), 0),
     "socketpair": (53, 199, (1,), 0),
+    "a pair of other sockets": (53, 199, (30,), errno.EPERM),
     "socket": (41, 198, (2,), errno.EPERM),
     "connect": (42, 203, (), errno.EPERM),
     "ptrace": (101, 117, (), errno.EPERM),
@@ -67,13 +68,38 @@ CALLS = {
     "signal to itself": (62, 129, (77, 9), 0),
     "signal to another": (62, 129, (78, 9), errno.EPERM),
     "signal to all": (62, 129, (2**64 - 1, 9), errno.EPERM),
+    "signal to a thread": (234, 131, (77, 77, 10), 0),
+    "continuing itself": (62, 129, (77, 18), errno.EPERM),
+    "continuing a thread": (234, 131, (77, 77, 18), errno.EPERM),
+    "timer_create": (222, 107, (), errno.EPERM),
+    "io_setup": (206, 0, (), errno.EPERM),
+    "inotify_init1": (294, 26, (), errno.EPERM),
+    "vmsplice": (278, 75, (), errno.EPERM),
+    "splice": (275, 76, (), errno.EPERM),
+    "flock": (73, 32, (), errno.EPERM),
+    "sync": (162, 81, (), errno.EPERM),
+    "setsockopt": (54, 208, (), errno.EPERM),
+    "sending": (44, 206, (3, 1, 1, 0, 0, 0), 0),
+    "sending to an address": (44, 206, (3, 1, 1, 0, 77, 110), errno.EPERM),
+    "futex": (202, 98, (), 0),
+    "mmap": (9, 222, (), 0),
+    "unlinkat": (263, 35, (), 0),
+    "clock_gettime": (228, 113, (), 0),
+    "statx": (332, 291, (), 0),
+    "rseq": (334, 293, (), 0),
     "fallocate": (285, 47, (), errno.EOPNOTSUPP),
     "limits of itself": (302, 261, (0,), 0),
     "limits of another": (302, 261, (78,), errno.EPERM),
+    "the size of cores": (302, 261, (0, 4), errno.EPERM),
+    "the size of the stack": (302, 261, (0, 3), 0),
+    "a core for itself": (157, 167, (62, 1), errno.EPERM),
+    "dumpable": (157, 167, (4, 1), errno.EPERM),
     "death signal": (157, 167, (1, 0), errno.EPERM),
     "thread name": (157, 167, (15, 0), 0),
     "flags": (72, 25, (3, 4, os.O_NONBLOCK), 0),
     "a lock": (72, 25, (3, 7), 0),
+    "the size of a pipe": (72, 25, (3, 1032), 0),
+    "a larger pipe": (72, 25, (3, 1031, 1 << 20), errno.EPERM),
     "an owner": (72, 25, (3, 8, 78), errno.EPERM),
     "a signal": (72, 25, (3, 10, 9), errno.EPERM),
     "an owner's kind": (72, 25, (3, 15), errno.EPERM),

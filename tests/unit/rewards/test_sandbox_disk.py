@@ -43,6 +43,11 @@ FILLING = {
     "threading.Thread(target=more).start()\nctypes.CDLL(None).syscall(60, 0)",
     "without a name": "for _ in range(50): held.append(fill(os.open('.', os.O_TMPFILE | os.O_RDWR, 0o600)))",
     "a closed directory": "os.mkdir('d', 0o300)\nfor i in range(50): os.close(fill(new(f'd/{i}')))",
+    "moved about": "import threading\nfor i in range(60): os.mkdir(f'p{i}')\n"
+    "os.mkdir('p0/d')\nhome = os.open('p0/d', 0)\ndef move():\n    at = 0\n    while True:\n"
+    "        to = (at + 7) % 60\n        os.rename(f'p{at}/d', f'p{to}/d')\n        at = to\n"
+    "threading.Thread(target=move, daemon=True).start()\n"
+    "for i in range(50): os.close(fill(os.open(str(i), os.O_CREAT | os.O_RDWR, dir_fd=home)))",
     "beyond reach": "for _ in range(30): os.mkdir('d' * 200); os.chdir('d' * 200)\n"
     "for i in range(50): os.close(fill(new(f'{i}')))",
 }
