@@ -418,6 +418,11 @@ class Sampling:
         return bool(self.penalties or self.min_p or self.bad_words or self.logit_bias)
 
     @property
+    def policy_temperature(self) -> float:
+        """That of the policy whose log-probabilities are returned."""
+        return 1.0 if self.greedy else self.temperature
+
+    @property
     def longest(self) -> int:
         """Upper bound of the sampling on a response's tokens."""
         return self.max_tokens or 256

@@ -12,8 +12,11 @@ def call(name: str, /, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def run(act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 1, concurrency: int = 100):
-    """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order."""
+def run(
+    act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 1, concurrency: int = 100, sampling=None
+):
+    """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order. The turns' own
+    sampling is added to the list `sampling`."""
     tokenizer, stop = tokenizer_of("qwen3")
     sessions = Sessions(SessionProcess(act, checkpoint, (stop,), seconds), workers, concurrency)
     found: dict[int, EndedTrajectory] = {}
@@ -28,6 +31,8 @@ def run(act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 
                 heard = tokenizer.raw.decode(asked.ids)
                 text = says(rows[asked.key], turns[asked.key], heard)
                 turns[asked.key] += 1
+                if sampling is not None:
+                    sampling.append(asked.sampling)
                 ids = [*tokenizer.raw.encode(text), stop]
                 sessions.answer(asked, ids, [-0.5] * len(ids), [7] * len(ids), "stop")
             found |= sessions.take()

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from itertools import count
 from typing import Any, Literal, NamedTuple, Self
 
+from hybridflow.config import Sampling
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.seeds import derived_seed
@@ -22,7 +23,7 @@ from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLo
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
-from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError
+from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
 from hybridflow.settings import is_number, require
 
 logger = logging.getLogger(__name__)
@@ -198,6 +199,18 @@ def _row_id(key: int) -> int:
     return -1 - key
 
 
+def _sampling(usual: Sampling, given: Mapping[str, Any]) -> Sampling:
+    """That of a turn, which may give its own; a temperature ends the call's `greedy`. Errors: ConfigError."""
+    if "n" in given or "seed" in given:
+        raise ConfigError(
+            f"n and seed are the call's: a turn has one answer, whose draws follow from the call's seed, the prompt "
+            f"and the number of the trajectory. Leave {'n' if 'n' in given else 'seed'} out of the turn."
+        )
+    if unknown := sorted(given.keys() - Sampling.__dataclass_fields__):
+        raise ConfigError(f"{unknown[0]}= is no setting of a turn.{nearest(unknown[0], Sampling.__dataclass_fields__)}")
+    return replace(usual, **({"greedy": False} if "temperature" in given else {}), **given)
+
+
 class AgentTurns:
     """The agents of trajectories on the first rank of a replica: a RowSource of the model's turns.
 
@@ -276,7 +289,7 @@ class AgentTurns:
             if (one := self._running.get(turn.key)) is None:
                 continue
             try:
-                sampling = replace(one.begun.sampling, **turn.sampling)
+                sampling = _sampling(one.begun.sampling, turn.sampling)
             except (HybridFlowError, TypeError) as error:
                 sessions.refuse(turn, str(error), full=False)
                 continue
@@ -296,7 +309,8 @@ class AgentTurns:
         one.begun.recomputed += row.recomputed
         one.begun.spans += row.spans
         assert self._sessions is not None
-        self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end)
+        temperature = row.sampling.policy_temperature
+        self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end, temperature)
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""

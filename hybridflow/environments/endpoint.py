@@ -17,14 +17,40 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridflow.environments.rendering import ContextFullError, Message
-from hybridflow.errors import HybridFlowError, PromptError
+from hybridflow.errors import HybridFlowError, PromptError, nearest
 
 if TYPE_CHECKING:
     from aiohttp.web import Request, StreamResponse
 
-_SAMPLING = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words")
-_SAMPLING += ("stop_token_ids", "logit_bias")
+_SAMPLING = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words")
+_SAMPLING += ("stop_token_ids", "logit_bias", "ignore_eos")  # as in `hf.Sampling`
+_READ = ("messages", "model", "tools", "tool_choice", "stream", "stream_options", "temperature", "top_k", "stop")
+_READ += ("max_tokens", "max_completion_tokens")
+_LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # change no answer
+_USUAL = {"n": 1, "logprobs": False, "top_logprobs": 0, "parallel_tool_calls": True}  # what an answer is without them
+_USUAL |= {"response_format": {"type": "text"}, "modalities": ["text"]}
+_WHY = {
+    "n": "a turn of a trajectory is one choice. Give n= to the call that runs the agents",
+    "seed": "draws follow from the trajectory, so that those of one prompt differ. Give seed= to the call",
+    "chat_template_kwargs": "one template writes all turns. Give chat_template_kwargs= to the call",
+    "stream_options": "only include_usage, and stream as true or false, are served",
+    "tool_choice": "the model decides whether it calls tools. Leave it out, or the tools",
+}
 _LARGEST_REQUEST = 1 << 26  # bytes
+
+
+class _UnsupportedError(PromptError):
+    """A client asks for what would not be done."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        known = {*_SAMPLING, *_READ, *_LABELS, *_USUAL}
+        advice = _WHY.get(name) or (
+            f"only {_USUAL[name]!r} is served. Leave it out"
+            if name in _USUAL
+            else f"this endpoint does not know it.{nearest(name, known)} Leave it out"
+        )
+        super().__init__(f"{name}={value!r}: {advice}.")
+        self.parameter = name
 
 
 class _Answering(Protocol):
@@ -80,6 +106,8 @@ class Endpoint:
             asked = await request.json()
             messages, tools, sampling = _asked(asked)
             answer = await conversation.answer(messages, tools, **sampling)
+        except _UnsupportedError as error:
+            return _refusal(400, str(error), "unsupported_parameter", error.parameter)
         except PromptError as error:
             full = isinstance(error, ContextFullError)
             return _refusal(400, str(error), "context_length_exceeded" if full else "invalid_prompt")
@@ -92,26 +120,43 @@ class Endpoint:
         return await _completed(request, asked, _message(answer.message), reason, tokens)
 
 
-def _refusal(status: int, message: str, code: str) -> StreamResponse:
+def _refusal(status: int, message: str, code: str, parameter: str | None = None) -> StreamResponse:
     from aiohttp import web
 
-    error = {"message": message, "type": "invalid_request_error", "code": code}
+    error = {"message": message, "type": "invalid_request_error", "code": code, "param": parameter}
     return web.json_response({"error": error}, status=status)
 
 
 def _asked(request: Any) -> tuple[list[Message], list[Any], dict[str, Any]]:
-    """Messages, tools and sampling of a request. Errors: PromptError."""
+    """Messages, tools and sampling of a request. Errors: PromptError for what would be dropped, too."""
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list) or not request["messages"]:
         raise PromptError("the request has no messages: give a list of them.")
-    if request.get("n") not in (None, 1):
-        raise PromptError(f"n={request['n']!r}: a turn of a trajectory is one choice. Leave n out.")
-    sampling: dict[str, Any] = {}
-    if (most := request.get("max_completion_tokens") or request.get("max_tokens")) is not None:
-        sampling["max_tokens"] = most
-    if (stop := request.get("stop")) is not None:
-        sampling["stop"] = [stop] if isinstance(stop, str) else stop
-    sampling |= {name: request[name] for name in _SAMPLING if request.get(name) is not None}
-    return [_heard(message) for message in request["messages"]], request.get("tools") or [], sampling
+    given = {name: value for name, value in request.items() if value is not None}
+    for name, value in given.items():
+        if name not in (*_SAMPLING, *_READ, *_LABELS) and not (name in _USUAL and _equal(value, _USUAL[name])):
+            raise _UnsupportedError(name, value)
+    if not _equal(choice := given.get("tool_choice", "auto"), "auto") and (choice != "none" or given.get("tools")):
+        raise _UnsupportedError("tool_choice", choice)
+    if not isinstance(given.get("stream", False), bool) or {*given.get("stream_options", ())} - {"include_usage"}:
+        raise _UnsupportedError("stream_options", given.get("stream_options"))
+    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    limits = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len({json.dumps(one) for one in limits.values()}) > 1:
+        raise PromptError(f"{limits} differ, and name the same limit: give one of them.")
+    if limits:
+        sampling["max_tokens"] = next(iter(limits.values()))
+    if "temperature" in given:
+        greedy = _equal(given["temperature"], 0) or _equal(given["temperature"], 0.0)
+        sampling |= {"greedy": True} if greedy else {"temperature": given["temperature"]}
+    if "top_k" in given:
+        sampling["top_k"] = 0 if _equal(given["top_k"], -1) else given["top_k"]  # vLLM's word for all
+    if "stop" in given:
+        sampling["stop"] = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+    return [_heard(message) for message in request["messages"]], given.get("tools", []), sampling
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other  # True is no 1
 
 
 def _heard(message: Any) -> Message:
@@ -121,7 +166,10 @@ def _heard(message: Any) -> Message:
     out = {key: value for key, value in message.items() if value is not None}
     content = out.get("content", "")
     if isinstance(content, list):
-        out["content"] = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+        for part in content:
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                raise PromptError(f"a message has a part that is no text: {str(part)[:200]}. The model reads texts.")
+        out["content"] = "".join(part["text"] for part in content)
     else:
         out["content"] = content
     if calls := out.get("tool_calls"):
@@ -151,17 +199,20 @@ async def _completed(
 
     name = str(asked.get("model") or "policy")
     common = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": name}
+    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
     if not asked.get("stream"):
-        usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
         choice = {"index": 0, "message": message, "finish_reason": reason}
         return web.json_response({**common, "object": "chat.completion", "choices": [choice], "usage": usage})
     calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
     delta = {**message, **({"tool_calls": calls} if calls else {})}
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for piece, end in ((delta, None), ({}, reason)):
-        choice = {"index": 0, "delta": piece, "finish_reason": end}
-        text = json.dumps({**common, "object": "chat.completion.chunk", "choices": [choice]})
+    choices = [{"index": 0, "delta": delta, "finish_reason": None}, {"index": 0, "delta": {}, "finish_reason": reason}]
+    pieces: list[dict[str, Any]] = [{"choices": [choice]} for choice in choices]
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        pieces.append({"choices": [], "usage": usage})
+    for piece in pieces:
+        text = json.dumps({**common, "object": "chat.completion.chunk", **piece})
         await response.write(f"data: {text}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     return response

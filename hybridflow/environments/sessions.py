@@ -63,6 +63,7 @@ class _Said:
     log_probs: list[float]
     versions: list[int]
     end: str
+    temperature: float
     used: bool = True
 
 
@@ -129,12 +130,21 @@ class Sessions:
                 break
         return [asked for asked in out if self._asking(asked) is not None]
 
-    def answer(self, asked: Asked, token_ids: list[int], log_probs: list[float], versions: list[int], end: str) -> None:
+    def answer(
+        self,
+        asked: Asked,
+        token_ids: list[int],
+        log_probs: list[float],
+        versions: list[int],
+        end: str,
+        temperature: float = 1.0,
+    ) -> None:
         """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
         if (session := self._found(asked.key)) is None:
             return
         process = self._asking(asked)
-        said = _Said(asked.ids, asked.sampling, token_ids, log_probs, versions, end, used=process is not None)
+        waits = process is not None
+        said = _Said(asked.ids, asked.sampling, token_ids, log_probs, versions, end, temperature, used=waits)
         session.said.append(said)
         if process is not None:
             del session.asked[asked.number]
@@ -278,7 +288,8 @@ class Sessions:
         trajectory = Trajectory()
         for said in session.said:
             if said.used:
-                trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions, said.end == "stop")
+                finished = said.end == "stop"
+                trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions, finished, said.temperature)
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _end_process(self, process: _Process) -> None:

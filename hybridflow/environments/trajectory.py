@@ -1,8 +1,9 @@
 """Trajectory: what a model said in one conversation, as rows to train on (token in, token out).
 
 A turn begins with the ids that the model is given. Where these continue a row, the ids between are the environment's
-and join the row, masked; where they do not (the history was rendered in another way, or an agent asks about something
-else), a new row begins with them as its prompt. So each sampled token is in exactly one row, as it was sampled.
+and join the row, masked; where they do not (the history was rendered in another way, an agent asks about something
+else, or at another temperature), a new row begins with them as its prompt. So each sampled token is in exactly one row,
+as it was sampled.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class TrajectoryRow:
     """
 
     prompt_ids: list[int]
+    temperature: float = 1.0  # of all its turns
     token_ids: list[int] = field(default_factory=list)
     response_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -66,18 +68,20 @@ class Trajectory:
         log_probs: Sequence[float],
         versions: Sequence[int],
         finished: bool = True,
+        temperature: float = 1.0,
     ) -> None:
-        """One turn: the ids that the model was given, all of them, and what it sampled."""
-        row = self._row(prompt_ids)
+        """One turn: the ids that the model was given, all of them, and what it sampled, at which temperature."""
+        row = self._row(prompt_ids, temperature)
         row.finished = finished
         row._add(token_ids, log_probs, versions, True, self.turns)
         self.turns += 1
 
-    def _row(self, ids: Sequence[int]) -> TrajectoryRow:
+    def _row(self, ids: Sequence[int], temperature: float) -> TrajectoryRow:
         """The longest row that `ids` continue, with the environment's ids, or a new one."""
-        row = max((row for row in self.rows if row.begins(ids)), key=lambda row: row.length, default=None)
+        fitting = (row for row in self.rows if row.temperature == temperature and row.begins(ids))
+        row = max(fitting, key=lambda row: row.length, default=None)
         if row is None:
-            row = TrajectoryRow(list(ids))
+            row = TrajectoryRow(list(ids), temperature)
             self.rows.append(row)
         else:
             between = ids[row.length :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ def trajectory_rows(acted: Sequence[Acted], silent: Sequence[int]) -> list[list[
     out = []
     for first, given, end in acted:
         prompt = given.get("prompt_ids", silent)
-        empty = TrajectoryRow(list(prompt), list(prompt[-1:]), [False], [0.0], [-1], [NO_TURN])
+        usual = first.sampling.policy_temperature
+        empty = TrajectoryRow(list(prompt), usual, list(prompt[-1:]), [False], [0.0], [-1], [NO_TURN])
         parts = end.trajectory.rows or [empty]
         rows = [
-            Row(first.row_id, first.index, one.prompt_ids, first.sampling, 0, one.token_ids, one.log_probs)
+            Row(first.row_id, first.index, one.prompt_ids, sampling, 0, one.token_ids, one.log_probs)
             for one in parts
+            for sampling in [replace(first.sampling, greedy=False, temperature=one.temperature)]
         ]
         for row, one in zip(rows, parts, strict=True):
             row.policy_version = one.policy_version

@@ -258,7 +258,7 @@ class Generation:
         """
         response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
         log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32)
-        temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
+        temperatures = [row.sampling.policy_temperature for row in rows]
         finite = log_probs.values.isfinite()
         # 0: not the model's, of an agent
         if not (bool(finite.all()) or bool((finite & (log_probs.values != 0)).any())):

@@ -14,7 +14,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow.engines.contract import Row
-from hybridflow.errors import ConfigError, WorkerError
+from hybridflow.errors import ConfigError, PromptError, WorkerError
 from tests import tiny_models
 
 TOKENS = 10
@@ -193,6 +193,45 @@ def test_turns_of_agents_have_options_of_their_own(rollout, prompts, agent):
     found = rollout.run(prompts, agent, presence_penalty=0.5).get()
     last = {int(name): float(value) for name, value in zip(found["trajectory_id"], found["rewards"], strict=True)}
     assert set(last.values()) == {1.0}
+
+
+async def at_temperatures(row: dict[str, Any], model: Any) -> float:
+    """Three turns of one conversation by a client, of which the last is greedy, at a temperature of its own each."""
+    import aiohttp
+
+    messages = [{"role": "user", "content": row["prompt"]}]
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for own in ({"temperature": 0.25, "top_p": 0.5}, {"temperature": 1.5}, {"temperature": 0}):
+            body = {"messages": messages, "max_completion_tokens": 4} | own
+            async with session.post(f"{model.base_url}/chat/completions", json=body) as asked:
+                messages += [(await asked.json())["choices"][0]["message"], {"role": "user", "content": "go"}]
+    with pytest.raises(PromptError, match="Leave seed out"):
+        await model.chat(messages, seed=5)
+    with pytest.raises(PromptError, match="Leave n out"):
+        await model.chat(messages, n=2)
+    with pytest.raises(PromptError, match="Did you mean 'temperature'"):
+        await model.chat(messages, temperatur=2)
+    return 1.0
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_turns_at_temperatures_of_their_own_are_rows_at_them(rollout, model, prompts, greedy):
+    """The row says what its tokens were divided by, which training repeats."""
+    found = rollout.run(prompts, at_temperatures, greedy=greedy).get().to_dicts()
+    assert [row["environment_failure"] for row in found] == [None] * 9
+    assert [row["temperature"] for row in found] == [0.25, 1.5, 1.0] * 3
+    assert len({row["trajectory_id"] for row in found}) == 3
+    for row in found:
+        assert len(row["response_ids"]) == 4
+        for at, (token, log_prob) in enumerate(zip(row["response_ids"], row["log_probs"], strict=True)):
+            logits = next_logits(model, [*row["prompt_ids"], *row["response_ids"][:at]])
+            assert abs(log_prob - (logits / row["temperature"]).log_softmax(-1)[token]) < 1e-3
+            if row["temperature"] == 1.0:
+                assert token == logits.argmax()
+            if row["temperature"] == 0.25:  # top_p
+                above = (logits / 0.25).softmax(-1)
+                assert above[above > above[token]].sum() < 0.5
 
 
 async def twice(row: dict[str, Any], model: Any) -> float:

@@ -382,3 +382,90 @@ def test_an_agent_that_knows_a_url_is_recorded(checkpoint):
         assert len(one.trajectory.rows) == 1
     assert wrong.failure is not None
     assert "key is of no trajectory" in wrong.failure
+
+
+OWN = {"temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.25, "presence_penalty": -0.5, "logit_bias": {"7": -3}}
+
+
+async def ask_as_it_likes(row, model):
+    """An agent with settings of its own, and labels that change no answer."""
+    import openai
+
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Go"}, {"type": "text", "text": "!"}]}]
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0) as client:
+        create = partial(client.chat.completions.create, model="any", messages=messages)
+        extra = {"top_k": 20, "min_p": 0.1, "ignore_eos": True, "stop_token_ids": [5]}
+        await create(**OWN, max_completion_tokens=9, stop=["a", "b"], user="me", metadata={"a": "b"}, extra_body=extra)
+        usual = {"n": 1, "logprobs": False, "parallel_tool_calls": True, "response_format": {"type": "text"}}
+        await create(temperature=0, max_tokens=7, stop="x", tool_choice="none", extra_body={"top_k": -1}, **usual)
+        pieces = await create(stream=True, stream_options={"include_usage": True})
+        usage = [piece.usage async for piece in pieces]
+    return float(usage[:-1] == [None, None] and usage[-1].completion_tokens > 0)
+
+
+def test_what_a_client_asks_of_the_sampling_reaches_the_model(checkpoint):
+    sampling: list[dict[str, Any]] = []
+    (one,) = run(Program(ask_as_it_likes), checkpoint, [{}], lambda *_: "x", sampling=sampling)
+    assert (one.failure, one.ending.reward) == (None, 1.0)
+    own, usual, streamed = sampling
+    assert own == OWN | {
+        "max_tokens": 9, "stop": ["a", "b"], "top_k": 20, "min_p": 0.1, "ignore_eos": True, "stop_token_ids": [5],
+    }  # fmt: skip
+    assert usual == {"greedy": True, "max_tokens": 7, "stop": ["x"], "top_k": 0}
+    assert streamed == {}
+
+
+REFUSED = {
+    "n": 2,
+    "seed": 3,
+    "logprobs": True,
+    "top_logprobs": 5,
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "modalities": ["audio"],
+    "stream_options": {"include_obfuscation": True},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": "high",
+    "tempreature": 0.5,
+}
+
+
+async def ask_too_much(row, model):
+    """One request for each setting that would change the answer and cannot."""
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    said = {}
+    bad = {name: {name: value} for name, value in REFUSED.items()}
+    bad |= {"number": {"n": True}, "both": {"max_tokens": 3, "max_completion_tokens": 4}}
+    bad |= {"image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}}
+    bad |= {"streaming": {"stream": "no"}, "options": {"stream_options": 7}}
+    async with aiohttp.ClientSession(headers=headers) as client:
+        for name, given in bad.items():
+            body = {"messages": [{"role": "user", "content": "Go."}]} | given
+            async with client.post(f"{model.base_url}/chat/completions", json=body) as answer:
+                said[name] = [answer.status, (await answer.json())["error"]]
+    with open(row["path"], "w") as file:
+        json.dump(said, file)
+    return 1.0
+
+
+def test_what_would_be_dropped_is_refused_by_name(checkpoint, tmp_path):
+    sampling: list[dict[str, Any]] = []
+    rows = [{"path": str(tmp_path / "said.json")}]
+    (one,) = run(Program(ask_too_much), checkpoint, rows, lambda *_: "x", sampling=sampling)
+    assert one.failure is None
+    assert sampling == []  # the model was asked for nothing
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert {status for status, _ in said.values()} == {400}
+    for name in REFUSED:
+        error = said[name][1]
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter"), error
+        assert error["message"].startswith(f"{name}={REFUSED[name]!r}: ")
+    assert "Did you mean 'temperature'?" in said["tempreature"][1]["message"]
+    assert said["number"][1]["param"] == "n"
+    assert "max_tokens" in said["both"][1]["message"]
+    assert "image_url" in said["image"][1]["message"]
+    assert said["streaming"][1]["param"] == "stream_options"
+    assert said["options"][1]["code"] == "invalid_request"

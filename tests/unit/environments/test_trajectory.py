@@ -53,3 +53,14 @@ def test_a_conversation_that_only_continues_is_one_row(turns):
     (row,) = one.rows
     assert [*row.prompt_ids, *row.token_ids] == seen
     assert row.prompt_ids == turns[0][0]
+
+
+def test_a_turn_at_another_temperature_begins_a_row():
+    one = Trajectory()
+    one.add([1], [2], [-1.0], [0], temperature=0.5)
+    one.add([1, 2, 3], [4], [-1.0], [0], temperature=0.0625)
+    one.add([1, 2, 5], [6], [-1.0], [0], temperature=0.5)
+    assert [(row.prompt_ids, row.token_ids, row.temperature) for row in one.rows] == [
+        ([1], [2, 5, 6], 0.5),
+        ([1, 2, 3], [4], 0.0625),
+    ]
