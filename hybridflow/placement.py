@@ -17,7 +17,7 @@ import yaml
 from hybridflow.batch import markup
 from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
 from hybridflow.errors import ConfigError, HybridFlowError, PlacementError, nearest
-from hybridflow.settings import Check, NonNegative, check_fields, read_yaml
+from hybridflow.settings import Check, Count, NonNegative, check_fields, read_yaml
 
 Strategy = Megatron | FSDP | ZeRO
 _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
@@ -115,12 +115,46 @@ class Bar:
         _check_values(self)
 
 
+@dataclass(frozen=True)
+class Colocated:
+    """What a placement is compared with: all groups on all devices, with `tp` inside a node, the smallest that fits.
+
+    `seconds` of an iteration; `memory`: bytes on its fullest device, out of `capacity`, more than that where it does
+    not fit; `against`: why it cannot be.
+    """
+
+    tp: Count = 0
+    seconds: NonNegative = 0.0
+    memory: NonNegative = 0.0
+    capacity: NonNegative = 0.0
+    against: Text = ""
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+
+    def compared(self, devices: int, seconds: float) -> str:
+        """A sentence on a placement on `devices` with these `seconds`."""
+        name = f"Plain placement (all groups on all {devices} devices" + (f", tp={self.tp})" if self.tp else ")")
+        if self.against:
+            return f"{name}: not possible, {self.against}."
+        if self.memory > self.capacity:
+            bytes_ = f"{self.memory / GIB:.1f} of {self.capacity / GIB:.1f} GiB"
+            return f"{name}: does not fit, {bytes_} a device ({self.memory - self.capacity:,.0f} bytes too many)."
+        more = self.seconds - seconds
+        if abs(more) <= 1e-6 * self.seconds:
+            return f"{name}: as long, {self.seconds:.4g} s per iteration."
+        which = "less" if more > 0 else "more"
+        share = f"{abs(more):.3g} s ({abs(more) / self.seconds:.0%}) {which}"
+        return f"{name}: {self.seconds:.4g} s per iteration; this one takes {share}."
+
+
 @dataclass(frozen=True, repr=False)
 class Placement:
     """`placement["actor"]` is the actor's GroupPlacement.
 
     `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
-    of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap.
+    of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap,
+    `colocated` the plain placement that it is compared with.
     `alternatives` computes the runner-up of every call and why it lost, which takes a while. Errors: PlacementError for
     an unknown group, with the nearest name.
     """
@@ -133,6 +167,7 @@ class Placement:
     found_by: Text = ""
     bars: tuple[Bar, ...] = ()
     shape: Text = ""
+    colocated: Colocated | None = None
     alternatives: Callable[[], Mapping[str, tuple[str, str]]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -161,7 +196,8 @@ class Placement:
         for group in groups.values():
             del group["nodes"]
         body = {"groups": groups, "calls": _plain(self.calls), "bars": _plain(self.bars)}
-        return {**head, **body, **({"shape": self.shape} if self.shape else {})}
+        beside = {"colocated": _plain(self.colocated)} if self.colocated else {}
+        return {**head, **body, **({"shape": self.shape} if self.shape else {}), **beside}
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -193,7 +229,11 @@ class Placement:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([self._title(), *lines])
+        return "\n".join([self._compared(), *lines])
+
+    def _compared(self) -> str:
+        against = self.colocated and self.colocated.compared(sum(self.nodes), self.seconds)
+        return f"{self._title()}\n{against}" if against else self._title()
 
     def _title(self) -> str:
         where, how = self.cluster or list(self.nodes), self.found_by or "given"
@@ -201,7 +241,7 @@ class Placement:
 
     def _repr_html_(self) -> str:
         heading, *rows = self.rows()
-        return markup.table(self._title(), heading, rows)
+        return markup.table(self._compared(), heading, rows)
 
     def explained(self) -> Placement:
         """With the runner-up of each call and why it lost."""
@@ -374,4 +414,5 @@ def _from_plain(plain: Mapping[str, Any]) -> Placement:
     calls = {name: CallLayout(**_values(call)) for name, call in plain["calls"].items()}
     bars = tuple(Bar(**_values(bar)) for bar in plain["bars"])
     head = plain["seconds"], plain["cluster"], plain["found_by"]
-    return Placement(nodes, groups, calls, *head, bars, plain.get("shape", ""))
+    beside = Colocated(**plain["colocated"]) if "colocated" in plain else None
+    return Placement(nodes, groups, calls, *head, bars, plain.get("shape", ""), beside)

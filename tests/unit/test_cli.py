@@ -178,6 +178,7 @@ def test_a_plan_on_the_command_line(home: Path, capsys: pytest.CaptureFixture[st
     arguments = ["plan", f"{home}/driver.py", "minibatches=2", *search, *options[:4], f"model={home}/model"]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
+    assert text.count("Plain placement (all groups on all 4 devices, tp=") == 1
     for expected in ("s per iteration on a100:1x4", "actor.update_actor", "reward.compute_reward", "runner-up"):
         assert expected in text
     placement = Placement.load(saved)

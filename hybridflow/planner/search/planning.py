@@ -26,6 +26,7 @@ from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
+from hybridflow.planner.search.colocated import colocated
 from hybridflow.planner.search.deadline import Deadline, TimeUpError
 from hybridflow.planner.search.similarity import similarity_map
 from hybridflow.settings import require
@@ -149,7 +150,8 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
     others, shape = partial(alternatives, costs, found), stream_shape(costs, found, timeline.per_iteration)
     calls, cluster = _calls(costs, found, kept), str(costs.cluster)
-    return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars), shape, others)
+    head = nodes, groups, calls, timeline.per_iteration, cluster, found_by
+    return Placement(*head, tuple(bars), shape, colocated(costs), others)
 
 
 def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[str, CallLayout]:

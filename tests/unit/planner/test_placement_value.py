@@ -15,18 +15,20 @@ import yaml
 
 from hybridflow.config import FSDP, Megatron
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.placement import Bar, CallLayout, CallPlacement, GroupPlacement, Placement, ranges
+from hybridflow.placement import GIB, Bar, CallLayout, CallPlacement, GroupPlacement, Placement, ranges
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT
+from hybridflow.planner.cost.timeline import simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Pin, Rules, Together
-from hybridflow.planner.describe.mesh import Parallel
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import Evaluator, mcmc
 from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.planning import Search, plan
-from tests.example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, grpo_of, ppo_of
+from hybridflow.topology import divisors
+from tests.example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, fits, grpo_of, ppo_of
 
 WORK = Workload(rows=512, prompt=512, response=512)
 GROUPS = ("actor", "critic", "reference", "reward")
@@ -95,6 +97,73 @@ def test_a_placement_is_shown(found: Placement, tmp_path: Path):
     figure = found.chart()
     assert figure.axes[0].get_ylabel() == "device"
     assert {text.get_text() for text in figure.legends[0].get_texts()} >= set(GROUPS)
+
+
+def plainly(graph, spec: ClusterSpec, tp: int, work: Workload = WORK) -> tuple[Costs, ExecutionPlan]:
+    """All calls on all devices with `tp`, by hand."""
+    costs, mesh = Costs(spec, graph, work), Mesh.of(0, spec.size)
+    sizes = {None: Parallel(d=spec.size)}
+    return costs, {
+        call.name: CallPlan(mesh, sizes.get(graph.models[call.group], Parallel(1, tp, spec.size // tp)))
+        for call in costs.calls
+    }
+
+
+def test_a_placement_is_compared_with_the_plain_one(found: Placement, tmp_path: Path):
+    """Its seconds are those of the public simulation of a plan that is written here."""
+    graph, spec = ppo_of(LLAMA_7B, LLAMA_7B), ClusterSpec.of("a100:2x8")
+    plain = found.colocated
+    assert plain is not None
+    costs, by_hand = plainly(graph, spec, plain.tp)
+    seconds = simulate(graph, by_hand, costs.seconds(by_hand), reallocation=costs.moved).per_iteration
+    assert plain.seconds == seconds
+    assert fits(costs, by_hand)
+    for tp in divisors(8):
+        if tp < plain.tp:
+            assert not fits(*plainly(graph, spec, tp))
+    assert plain.tp > 1, "smaller ones do not fit here"
+    less = seconds - found.seconds
+    assert less > 0
+    said = (
+        f"Plain placement (all groups on all 16 devices, tp={plain.tp}): {seconds:.4g} s per iteration; "
+        f"this one takes {less:.3g} s ({less / seconds:.0%}) less."
+    )
+    assert repr(found).splitlines()[1] == said
+    assert said in found._repr_html_()
+    assert found.plain()["colocated"]["seconds"] == seconds
+    found.save(tmp_path / "plan.yaml")
+    assert Placement.load(tmp_path / "plan.yaml").colocated == plain
+
+
+def test_a_plain_placement_that_does_not_fit_is_said_with_its_bytes():
+    """It fits with two pipeline stages, which the plain one has not; tp ends with the node."""
+    graph, spec = grpo_of(LLAMA_7B), cluster(2, 2, 6e10)
+    placement = plan(graph, spec, WORK, search="auto_mapping")
+    plain = placement.colocated
+    assert plain is not None
+    costs, by_hand = plainly(graph, spec, 2)
+    homes = [by_hand[costs.homes[call.group]] for call in costs.calls]
+    active = max(costs.added(c.name, by_hand[c.name], at).active for c, at in zip(costs.calls, homes, strict=True))
+    used, most = max(costs.kept(by_hand)) + active, min(costs.capacity)
+    assert used > most
+    assert (plain.tp, plain.seconds, plain.memory, plain.capacity) == (2, 0.0, used, most)
+    assert f"tp=2): does not fit, {used / GIB:.1f} of {most / GIB:.1f} GiB a device ({used - most:,.0f} bytes" in repr(
+        placement
+    )
+
+
+def test_groups_that_must_be_apart_have_no_plain_placement():
+    found = plan(ppo_of(SMALL, SMALL), "a100:1x4", WORK, [Apart("actor", "critic")], search="auto_mapping")
+    assert "Plain placement (all groups on all 4 devices): not possible, against Apart(actor, critic)." in repr(found)
+    graph = grpo_of(SMALL)
+    replicated = replace(graph, strategies={"actor": FSDP(replicate=2)})
+    said = repr(plan(replicated, "a100:1x3", WORK, search="auto_mapping"))
+    assert "all 3 devices): not possible, a group has no layout on all of them." in said
+
+
+def test_a_plan_that_is_the_plain_one_takes_as_long():
+    found = plan(grpo_of(SMALL), "a100:1x1", WORK)
+    assert f"all 1 devices, tp=1): as long, {found.seconds:.4g} s per iteration." in repr(found)
 
 
 def test_functions_claim_no_device():
