@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from hybridflow.protocols.transfer_protocols import THREE_D_PP_ONLY as THREE_D_PP_ONLY
     from hybridflow.protocols.transfer_protocols import THREE_D_PROTO as THREE_D_PROTO
     from hybridflow.run.checkpoints import Checkpoints as Checkpoints
+    from hybridflow.run.hub import push_to_hub as push_to_hub
     from hybridflow.run.run_state import load as load
     from hybridflow.run.run_state import save as save
     from hybridflow.run.training_run import Run as Run
@@ -102,6 +103,7 @@ _WHERE = {
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "register"),
     ),
     "held_out": ("HeldOut", "HeldOutLoss"),
+    "run.hub": ("push_to_hub",),
     "run.run_state": ("load", "save"),
     "run.training_run": ("Run",),
     "streams.stream": ("stream",),

