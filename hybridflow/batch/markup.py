@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,6 +27,16 @@ def table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]], not
     above = f"<thead><tr>{head}</tr></thead>" if heading else ""
     below = f"<p>{escaped(note)}</p>" if note else ""
     return f"<p>{escaped(title)}</p><table>{above}<tbody>{body}</tbody></table>{below}"
+
+
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, whose cells show their texts as they are."""
+
+    def line(cells: Sequence[str]) -> str:
+        plain = (escaped(re.sub(r"([\\`*_{}\[\]()!|])", r"\\\1", cell)).replace("~", "&#126;") for cell in cells)
+        return f"| {' | '.join(plain)} |"
+
+    return "\n".join([line(heading), "|" + " --- |" * len(heading), *map(line, rows)])
 
 
 def escaped(text: str) -> str:

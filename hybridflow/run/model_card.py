@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from hybridflow.batch.markup import markdown
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.tracking.report.run_files import RunFiles, rounded
 
@@ -65,15 +66,8 @@ def model_card(run: RunFiles, name: str, metric: str | None = None, found: Mappi
 
 
 def _table(title: str, heading: tuple[Any, Any], values: Mapping[Any, Any]) -> list[str]:
-    rows = [heading, ("---", "---"), *values.items()]
-    shown = ("| " + " | ".join(_cell(each) for each in row) + " |" for row in rows)
-    return [f"## {title}", "\n".join(shown)] if values else []
-
-
-def _cell(value: Any) -> str:
-    """On one line of a table, without HTML."""
-    text = str(rounded(value)) if isinstance(value, float) else str(value)
-    return re.sub(r"([\\|`*<>])", r"\\\1", " ".join(text.split()))
+    shown = ([str(rounded(each) if isinstance(each, float) else each) for each in row] for row in values.items())
+    return [f"## {title}", markdown([*map(str, heading)], shown)] if values else []
 
 
 def _public(name: str, text: str) -> str:

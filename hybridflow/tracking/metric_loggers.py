@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import logging
 import numbers
 import os
@@ -11,10 +12,12 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from hybridflow.batch.markup import markdown
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.tracking.kept_files import KeptFiles
 
@@ -35,7 +38,8 @@ class MetricLogger(Protocol):
     """Receives the metrics of a run, from one thread. An exception does not stop the run: the call is made again later.
 
     `open` comes before the first `log`, and again after each `Tracker.load_state`; `run` is the same id in every part
-    of a resumed run, and points after `step` are of a lost part (0: a new run). Metrics may be NaN or infinite.
+    of a resumed run, and points after `step` are of a lost part (0: a new run). Metrics may be NaN or infinite. A
+    method `samples(step, title, columns, rows)`, where there is one, gets tables of numbers, texts, booleans and None.
     """
 
     def open(self, directory: Path, run: str, step: int) -> None: ...
@@ -64,6 +68,15 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(step=step, summary=self._summary(value=values))
+
+    def samples(self, step: int, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        text = markdown(columns, [["" if cell is None else str(cell) for cell in row] for row in rows])
+        value = self._summary.Value(tag=f"{title}/text_summary")
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = 7  # DT_STRING
+        value.tensor.string_val.append(text.encode())
+        value.tensor.tensor_shape.dim.add(size=1)
+        self._write(step=step, summary=self._summary(value=[value]))
 
     def close(self, failed: bool) -> None:
         self._files.write()
@@ -105,6 +118,11 @@ class WandB:
         assert self._run is not None
         self._run.log({"step": step, **metrics})
 
+    def samples(self, step: int, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        assert self._run is not None
+        table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)  # of this step: it never changes
+        self._run.log({"step": step, title: table})
+
     def close(self, failed: bool) -> None:
         if self._run is not None:
             self._run.finish(exit_code=int(failed))
@@ -137,6 +155,11 @@ class MLflow:
         points = [self._mlflow.entities.Metric(name, value, now, step) for name, value in plain.items()]
         for first in range(0, len(points), 1000):  # MLflow's limit
             self._client.log_batch(self._id, metrics=points[first : first + 1000])
+
+    def samples(self, step: int, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """To the end of the run's table `title`."""
+        cells = {name: [row[at] for row in rows] for at, name in enumerate(columns)}
+        self._client.log_table(self._id, {"step": [step] * len(rows), **cells}, f"{title}.json")
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
@@ -185,8 +208,9 @@ class LoggerThread:
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
     def put(self, method: str, *arguments: Any) -> None:
-        """Call this method of the logger, later."""
-        self._calls.put((method, arguments))
+        """Call this method of the logger, later, if it has it."""
+        if hasattr(self._target, method):
+            self._calls.put((method, arguments))
 
     def wait(self, seconds: float, *, again: bool = False) -> bool:
         """Whether all earlier calls have been tried; without `again`, only if no earlier wait has been in vain."""
@@ -207,9 +231,10 @@ class LoggerThread:
                 if method:
                     self._kept.append((method, arguments))
             self._kept = [call for call in self._kept if not self._succeeds(*call)]
-            lost = sum(method == "log" for method, _ in self._kept)
-            if lost and any(method == "close" for method, _ in calls):
-                logger.warning("%s lacks the metrics of %d iterations (%s).", self.name, lost, self._why)
+            lost = Counter(method for method, _ in self._kept)
+            for what, number in (("the metrics of %d iterations", lost["log"]), ("%d tables", lost["samples"])):
+                if number and any(method == "close" for method, _ in calls):
+                    logger.warning(f"%s lacks {what} (%s).", self.name, number, self._why)
             for method, arguments in calls:
                 if not method:
                     arguments[0].set()
@@ -238,6 +263,20 @@ def _installed(module: str, package: str) -> Any:
     except ImportError as error:
         what = package if package == "tensorboard" else f'"hybridflow[{package}]"'
         raise ConfigError(f"Tracker(to={package!r}): {error}. Install it: pip install {what}") from error
+
+
+def as_table(rows: Sequence[Mapping[str, Any]], without: Collection[str] = ()) -> tuple[list[str], list[list[Any]]]:
+    """Columns and cells of samples, in plain values: what is neither number nor text becomes JSON."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if name not in without))
+    return columns, [[_cell(row.get(name)) for name in columns] for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if plain is None or isinstance(plain, bool | int | float):
+        return plain
+    text = plain if isinstance(plain, str) else json.dumps(plain, default=str)
+    return text.encode(errors="replace").decode()  # half surrogates fit into no file
 
 
 def resolve(part: Metrics) -> dict[str, float]:

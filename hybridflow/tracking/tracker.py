@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -32,7 +33,14 @@ from hybridflow.settings import by_name, is_number, local_path
 from hybridflow.tracking.console import RunDisplay
 from hybridflow.tracking.kept_files import KeptFiles, as_document, as_line, checked_state
 from hybridflow.tracking.live_plot import LivePlot, drawn_curve
-from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, resolve
+from hybridflow.tracking.metric_loggers import (
+    Destinations,
+    LoggerThread,
+    Metrics,
+    as_table,
+    find_loggers,
+    resolve,
+)
 from hybridflow.tracking.report.record import EventRecorder
 from hybridflow.tracking.report.run_files import RunFiles
 from hybridflow.tracking.run_lock import RunLock
@@ -109,6 +117,7 @@ class Tracker:
         self._display = RunDisplay(total) if console else None
         self._threads, self._pending = list[LoggerThread](), deque[tuple[tuple[Metrics, ...], int]]()  # yet to write
         self._samples: list[tuple[int, str, Batch | BatchRef, Future[Tokenizer] | None]] = []
+        self._tables: list[tuple[int, str, list[str], list[list[Any]]]] = []  # for loggers that are not open yet
         self._step = self._resumed = self._logged = 0
         self._warned = False
         self._last = self._start = time.perf_counter()
@@ -158,7 +167,8 @@ class Tracker:
         Of a batch, after `log` of its iteration, the first `rows` in the first and each `every`-th iteration: prompt,
         response, answer, rewards, costs, additional `columns`, and, one entry per token, `log_probs`, `advantages`,
         `policy_version`, `turn_ids` (-1: not the model's) and, with a `tokenizer` (the model's directory), `tokens`.
-        They are fetched like metrics, in the *next* `log`. Errors: MissingColumnError; as `as_tokenizer`.
+        They are fetched like metrics, in the *next* `log`. Loggers get them as tables, without what is per token.
+        Errors: MissingColumnError; as `as_tokenizer`.
         """
         if isinstance(samples, Batch | BatchRef):
             with self._lock:
@@ -175,6 +185,22 @@ class Tracker:
 
     def _append_samples(self, step: int, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self._files.append("samples.jsonl", [as_line({"step": step, "title": title, **row}) for row in rows])
+        if self._loggers and rows:
+            name = re.sub(r"[^\w\-. ]", "_", title)  # as all of them take it
+            self._tables.append((step, name, *as_table(rows, without=(*_PER_TOKEN, "tokens"))))
+            if self._threads:
+                self._send_tables()
+
+    def _send_tables(self) -> None:
+        """Also those of before the first `log`; opens the loggers at first."""
+        if not self._threads:
+            self._threads = [LoggerThread(name, one, self._end_first) for name, one in self._loggers.items()]
+            for thread in self._threads:
+                thread.put("open", self.directory, self._run, self._resumed)
+        for thread in self._threads:
+            for table in self._tables:
+                thread.put("samples", *table)
+        self._tables.clear()
 
     def plot(self, *names: str) -> LivePlot:
         """Curves of these metrics (default: `reward/mean`); at the end of a notebook's cell they follow the run.
@@ -223,6 +249,7 @@ class Tracker:
         self._closed = False
         self._pending.clear()
         self._samples.clear()
+        self._tables.clear()
         self._last = time.perf_counter()
         self._start = self._last - seconds
         if self._recorder is not None:
@@ -314,10 +341,7 @@ class Tracker:
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
         self._logged = step
         self._files.append("metrics.jsonl", [as_line(plain)])
-        if not self._threads:
-            self._threads = [LoggerThread(name, one, self._end_first) for name, one in self._loggers.items()]
-            for thread in self._threads:
-                thread.put("open", self.directory, self._run, self._resumed)
+        self._send_tables()
         for thread in self._threads:
             thread.put("log", step, {name: value for name, value in line.items() if name != "step"})
         with self._files.forgiving("the display"):
@@ -375,6 +399,8 @@ class Tracker:
         self._files.write()
         if missing := self._files.missing():
             logger.warning("%s lacks what could not be written: %s.", self.directory, missing)
+        if self._tables:
+            self._send_tables()
         for thread in self._threads:
             thread.put("close", failed)
         for name in self._wait_for_loggers(_CLOSE_SECONDS, again=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -277,3 +279,114 @@ def test_mlflow_continues_the_run_with_its_tag(tmp_path, monkeypatch):
 
 def test_no_logger_is_the_default():
     assert find_loggers(()) == {}
+
+
+HOSTILE = "a | b\n<script>x</script> ![p](http://127.0.0.1/p.png) [l](http://127.0.0.1) `c` **d** \\| ~e~ \ud800"
+ROWS = [
+    {"prompt": [{"role": "user", "content": "1+2="}], "response": "3", "rewards": 1.0, "finished": True},
+    {"prompt": "2+2=", "response": HOSTILE, "rewards": None, "log_probs": [-0.5], "mark": "x"},
+]
+COLUMNS = ["prompt", "response", "rewards", "finished", "mark"]
+CELLS = [
+    ['[{"role": "user", "content": "1+2="}]', "3", 1.0, True, None],
+    ["2+2=", HOSTILE.replace("\ud800", "?"), None, None, "x"],
+]
+
+
+def texts(directory: Path, title: str) -> dict[int, str]:
+    """What TensorBoard shows of a text, as HTML, by step."""
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    reader = EventAccumulator(str(directory))
+    reader.Reload()
+    assert f"{title}/text_summary" in reader.PluginTagToContent("text")
+    return {
+        point.step: markdown_to_safe_html(point.tensor_proto.string_val[0])
+        for point in reader.Tensors(f"{title}/text_summary")
+    }
+
+
+def test_samples_are_tables_in_tensorboard(tmp_path):
+    with Tracker(tmp_path, to="tensorboard", console=False) as tracker:
+        tracker.samples(ROWS[:1], title="greedy answers: before")  # before the first log
+        tracker.log({"reward/mean": 1.0})
+        tracker.samples(ROWS)
+        state = tracker.state()
+        tracker.log({"reward/mean": 2.0})
+        tracker.samples(ROWS[:1])
+        tracker.load_state(state)
+        tracker.log({"reward/mean": 3.0})
+    assert set(texts(tmp_path / "tensorboard", "greedy answers_ before")) == {0}
+    found = texts(tmp_path / "tensorboard", "samples")
+    assert set(found) == {1, 2}, "TensorBoard hides points of a lost part, not its texts"
+    cells = [re.sub("<br ?/?>", "\n", cell) for cell in re.findall(r"<td>(.*?)</td>", found[1], re.DOTALL)]
+    assert re.findall(r"<th>(.*?)</th>", found[1]) == COLUMNS
+    shown = [["" if cell is None else str(cell) for cell in row] for row in CELLS]
+    assert [html.unescape(cell) for cell in cells] == [cell for row in shown for cell in row]
+    assert not re.search(r"<(img|a|code|strong|script)\b", found[1])
+    assert curve(tmp_path / "tensorboard") == [(1, 1.0), (2, 3.0)]
+
+
+class Tables(Recorder):
+    def samples(self, step: int, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self.record("samples", step, title, columns, rows)
+
+
+def test_samples_reach_objects_that_take_them(tmp_path, caplog):
+    mine, other = Tables(), Recorder()
+    mine.failing = {"samples": ConnectionError("no route")}
+    with Tracker(tmp_path, to=[mine, other], console=False) as tracker:
+        for _ in range(2):
+            run(tracker, 1, 1)
+            tracker.samples(ROWS)
+        tracker.flush()
+        mine.failing = {}
+        run(tracker, 3, 3)
+    assert [call for call in mine.calls if call[0] == "samples"] == [
+        ("samples", step, "samples", COLUMNS, CELLS) for step in (1, 2)
+    ]
+    assert [call[0] for call in other.calls] == ["open", "log", "log", "log", "close"]
+    assert [record.message for record in caplog.records] == [
+        "Tables failed: ConnectionError: no route. The run continues; metrics are sent again later."
+    ]
+
+
+def test_the_end_says_which_tables_a_logger_lacks(tmp_path, caplog):
+    mine = Tables()
+    mine.failing = {"samples": ConnectionError("no route")}
+    with Tracker(tmp_path, to=mine, console=False) as tracker:
+        tracker.samples(ROWS)  # without any iteration
+        tracker.samples(ROWS)
+    assert caplog.records[-1].message == "Tables lacks 2 tables (ConnectionError: no route)."
+    assert [call[0] for call in mine.calls] == ["open", "close"]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
+
+
+def test_samples_are_tables_in_wandb(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with Tracker(tmp_path, to="wandb", console=False) as tracker:
+        for _ in range(2):
+            run(tracker, 1, 1)
+            tracker.samples(ROWS)
+    tables = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json"))
+    assert len(tables) == 2
+    for table in tables:
+        found = json.loads(table.read_text())
+        assert (found["columns"], found["data"]) == (COLUMNS, [[*row] for row in CELLS])
+
+
+def test_samples_are_a_table_in_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    with Tracker(tmp_path / "run", to="mlflow", console=False) as tracker:
+        for _ in range(2):
+            run(tracker, 1, 1)
+            tracker.samples(ROWS)
+    client = mlflow.MlflowClient()
+    (only,) = client.search_runs([client.get_experiment_by_name("hybridflow").experiment_id])
+    path = client.download_artifacts(only.info.run_id, "samples.json", str(tmp_path))
+    found = json.loads(Path(path).read_text())
+    assert found["columns"] == ["step", *COLUMNS]
+    assert found["data"] == [[step, *row] for step in (1, 2) for row in CELLS]

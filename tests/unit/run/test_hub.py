@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.metadata
 import json
 import re
@@ -66,7 +67,8 @@ def hub(monkeypatch):
 def cells(card: str, title: str) -> dict[str, str]:
     """A table of the card."""
     part = card.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")]
+    lines = [html.unescape(re.sub(r"\\(.)", r"\1", line)) for line in part.splitlines() if line.startswith("|")]
+    rows = [line.strip("| ").split(" | ") for line in lines]
     return {row[0]: row[1] for row in rows[2:] if len(row) == 2}
 
 
