@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable
@@ -36,14 +37,14 @@ def scorer(cfg: Any, which: str) -> dict[str, Any]:
     train = scoring.pop("train")
     if name in NAMED:
         function = NAMED[name](cfg.data)
-    elif ".py:" in name:
+    elif ":" in name:
         function = load(name)
     elif Path(name).is_dir():
         return {"model": name, "train": hf.Megatron(**train), "tokenizer": cfg.model}
     else:
         raise ConfigError(
-            f"{which}={name} is not one of {', '.join(NAMED)}, not FILE.py:FUNCTION and not the directory of a model."
-            f"{nearest(name, NAMED)}"
+            f"{which}={name} is not one of {', '.join(NAMED)}, not FILE.py:FUNCTION or MODULE:FUNCTION and not the "
+            f"directory of a model.{nearest(name, NAMED)}"
         )
     return {"function": function, **scoring}
 
@@ -59,8 +60,14 @@ def together(scoring: dict[str, Any], **others: Scorer) -> dict[str, Any]:
 
 
 def load(name: str) -> Scorer:
-    """The function of `FILE.py:FUNCTION`, pickled by value for other processes. Errors: ConfigError."""
+    """The function of `FILE.py:FUNCTION`, pickled by value for other processes, or of `MODULE:FUNCTION`, which they
+    import. Errors: ConfigError."""
     path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        try:
+            return getattr(importlib.import_module(path), function)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{name}: {error}. Give MODULE:FUNCTION of an installed package.") from None
     if not Path(path).is_file():
         raise ConfigError(f"{name}: there is no file {path}.")
     module = types.ModuleType(f"recipe_file_{Path(path).stem}")

@@ -31,7 +31,8 @@ def write_recipe(name: str, target: str) -> tuple[list[Path], list[Path]]:
     if path.suffix != ".py" or os.path.lexists(path) or not path.parent.is_dir():
         raise ConfigError(f"{target}: give a new file of Python in a folder that is there, such as my_run.py.")
     text = (source / f"{name}.py").read_text()
-    helpers = [path.parent / "recipes" / one for one in sorted(set(_imported(source, text)))]
+    beside = [f"{name}.yaml"] if (source / f"{name}.yaml").is_file() else []
+    helpers = [path.parent / "recipes" / one for one in [*sorted(set(_imported(source, text))), *beside]]
     if helpers[0].parent.resolve() == source.resolve():
         raise ConfigError(f"{target}: this folder has the recipes themselves. Give another folder.")
     if os.path.lexists(helpers[0].parent) and not helpers[0].parent.is_dir():

@@ -48,6 +48,17 @@ def test_grpo_on_a_stream_improves(warm, tmp_path):
     assert max(line["stream/staleness_max"] for line in lines) <= 2
 
 
+@pytest.mark.slow
+def test_a_loop_that_is_read_improves(warm, tmp_path):
+    config = f"config={ROOT}/recipes/from_config.yaml"
+    lines = figures(warm, "from_config", tmp_path, config, f"steps={STEPS}", "checkpoint_every=0")
+    found = run_all.outcome("from_config", 1, lines, 0.0)
+    assert len(lines) == STEPS
+    assert found.end > found.start + 0.1, found
+    assert all("actor/kl" in line or "actor/loss" in line for line in lines)
+    assert (tmp_path / "runs/short/model/config.json").is_file()
+
+
 def test_safe_rlhf_lowers_the_cost_while_the_reward_rises(warm, tmp_path):
     lines = figures(warm, "safe_rlhf", tmp_path, f"steps={STEPS}")
     found = run_all.outcome("safe_rlhf", 1, lines, 0.0)

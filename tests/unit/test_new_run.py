@@ -43,6 +43,15 @@ def test_a_recipe_is_written_with_what_it_imports(tmp_path, capsys, monkeypatch)
     assert "clip=0.2" in run(tmp_path, str(ROOT), "my_run.py", "--help")
 
 
+def test_a_recipe_that_reads_a_file_is_written_with_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written, _ = write_recipe("from_config", "my_run.py")
+    assert {"my_run.py", "calls.py", "from_config.yaml"} <= {one.name for one in written}
+    text = (ROOT / "recipes" / "from_config.yaml").read_text()
+    assert (tmp_path / "recipes" / "from_config.yaml").read_text() == text
+    assert "loop=[]" in run(tmp_path, str(ROOT), "my_run.py", "--help")
+
+
 @pytest.mark.parametrize(
     ("name", "target", "message"),
     [

@@ -27,7 +27,7 @@ from hybridflow.cli.command_line import help_text
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.tracing.trace import check_driver
-from recipes import arithmetic, game, grpo, ppo, run_all, safe_rlhf, scorers, settings, task, tools
+from recipes import arithmetic, from_config, game, grpo, ppo, run_all, safe_rlhf, scorers, settings, task, tools
 from recipes.small_model import SmallModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -472,3 +472,59 @@ def test_the_accuracy_of_dapo_is_that_of_the_task():
     assert noted["accuracy_after"] == 0.5
     assert held_out.after(1).get() == {"held_out/reward": 0.5}
     assert 'column="rewards/task"' in (Path(run_all.__file__).parent / "dapo.py").read_text()
+
+
+CONFIG = f"config={ROOT}/recipes/from_config.yaml"
+
+
+def config_file(tmp_path: Path, was: str, now: str) -> str:
+    """The example with one change."""
+    text = (ROOT / "recipes" / "from_config.yaml").read_text()
+    assert was in text
+    (tmp_path / "mine.yaml").write_text(text.replace(was, now))
+    return f"config={tmp_path}/mine.yaml"
+
+
+def test_a_loop_that_is_read_is_tried_before_anything_starts(small, capsys):
+    check_driver(from_config.main, [CONFIG, *small])
+    assert len((ROOT / "recipes" / "from_config.py").read_text().splitlines()) < 50
+    assert "loop=[]" in help_text(from_config.__doc__ or "", *from_config.DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "message"),
+    [
+        ("batch_size: 16", "batch_sise: 16", "no setting 'batch_sise'.*Did you mean 'batch_size'"),
+        ("lr: 5.0e-5", "lrr: 5.0e-5", "no setting 'actor.optim.lrr'.*'actor.optim.lr'"),
+        ("actor.compute_log_prob", "actr.compute_log_prob", "loop: 'actr' is no role. Did you mean 'actor'"),
+        ("actor.compute_log_prob", "actor.compute_log_probs", "actor has no operation.*'compute_log_prob'"),
+        ("- compute_advantage", "- compute_advantages", "no call. Did you mean 'compute_advantage'"),
+        ("estimator: grpo", "estimator: gropo", "estimator 'gropo' is unknown. Did you mean 'grpo'"),
+        ("{n: 8}", "{nn: 8}", "nn"),
+        ("clip: 0.2", "clp: 0.2", "Did you mean 'clip'"),
+        ("  - reward.compute_reward", "", "give calls of the actor and of the reward"),
+        ("  - reward.compute_reward", "  - 7", "7 is no call. Write lines like"),
+        ("  - reward.compute_reward", "  - {reward.compute_reward: 3}", "is no call"),
+        ("  - reference.compute_ref_log_prob", "", "ref_log_probs"),
+        ("reward: exact", "reward: no_module_here:score", "No module named 'no_module_here'"),
+        ("reward: exact", "reward: tests.called_rewards:no_function", "no_function.*Give MODULE:FUNCTION"),
+    ],
+)
+def test_what_is_misspelt_in_a_file_is_refused_before_anything_starts(was, now, message, small, tmp_path, capfd):
+    with pytest.raises(HybridFlowError, match=message):
+        check_driver(from_config.main, [config_file(tmp_path, was, now), *small])
+    assert "starting" not in "".join(capfd.readouterr())
+
+
+def test_a_loop_is_asked_for(small):
+    with pytest.raises(ConfigError, match=r"loop: give calls.*from_config\.yaml"):
+        check_driver(from_config.main, small)
+
+
+def test_a_reward_of_a_module(small):
+    assert scorers.load("math:sqrt")(4) == 2
+    check_driver(from_config.main, [CONFIG, *small, "reward=tests.unit.test_recipe_settings:mine"])
+
+
+def mine(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(one == other) for one, other in zip(completions, answer, strict=True)]
