@@ -164,15 +164,19 @@ def whiten(values: Ragged, mask: Ragged, *, eps: float = 1e-8) -> Ragged:
 
 def batch_temperature(batch: Batch) -> float | None:
     """The sampling temperature that `generate_sequences` wrote; None without the column or without rows. Errors:
-    BatchError for a number that is not finite, and when rows differ: logits are divided by one temperature per call."""
+    BatchError for a number that is not finite, and when rows with a token that counts differ: logits are divided by one
+    temperature per call."""
     if "temperature" not in batch or not len(batch):
         return None
     column = row_column(batch, "temperature")
     check_finite("temperature", column, torch.ones_like(column, dtype=torch.bool))
     low, high = (float(end) for end in column.aminmax())
+    if low != high and "response_mask" in batch:
+        counted = column[mask_column(batch).map(Tensor.long).row_sum() > 0]
+        low, high = (float(end) for end in (counted if len(counted) else column[:1]).aminmax())
     if low != high:
         raise BatchError(
             f"the rows of this batch were drawn at temperatures from {low:g} to {high:g}; a call computes at one. "
-            f"Call it once for the rows of each temperature."
+            f"Call it once for the rows of each temperature, and give all turns of an agent the same one."
         )
     return high

@@ -23,6 +23,7 @@ from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLo
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
+from hybridflow.environments.trajectory import GREEDY
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
 from hybridflow.settings import is_number, require
 
@@ -309,7 +310,8 @@ class AgentTurns:
         one.begun.recomputed += row.recomputed
         one.begun.spans += row.spans
         assert self._sessions is not None
-        temperature = row.sampling.policy_temperature
+        drawn = one.begun.sampling.greedy or not row.sampling.greedy
+        temperature = row.sampling.policy_temperature if drawn else GREEDY
         self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end, temperature)
 
     def refused(self, row: Row, why: str, full: bool) -> None:

@@ -137,8 +137,11 @@ def _asked(request: Any) -> tuple[list[Message], list[Any], dict[str, Any]]:
             raise _UnsupportedError(name, value)
     if not _equal(choice := given.get("tool_choice", "auto"), "auto") and (choice != "none" or given.get("tools")):
         raise _UnsupportedError("tool_choice", choice)
-    if not isinstance(given.get("stream", False), bool) or {*given.get("stream_options", ())} - {"include_usage"}:
-        raise _UnsupportedError("stream_options", given.get("stream_options"))
+    stream, options = given.get("stream", False), given.get("stream_options", {})
+    if not isinstance(stream, bool):
+        raise _UnsupportedError("stream", stream)
+    if not isinstance(options, Mapping) or {*options} - {"include_usage"}:
+        raise _UnsupportedError("stream_options", options)
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     limits = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     if len({json.dumps(one) for one in limits.values()}) > 1:

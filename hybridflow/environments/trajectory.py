@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 NO_TURN = -1
 """In `turn_ids`: a token that the model did not write."""
+GREEDY = 0.0
+"""The `temperature` of a row whose turns were greedy though the call samples: there is no draw to learn from."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.contract import Row
 from hybridflow.environments.agent import Acted
-from hybridflow.environments.trajectory import NO_TURN, TrajectoryRow
+from hybridflow.environments.trajectory import GREEDY, NO_TURN, TrajectoryRow
 
 AGENT_COLUMNS = ("row_id", "group_id", "trajectory_id", "response_mask", "turn_ids", "turns", "stop")
 AGENT_COLUMNS += ("environment_failure", "tool_calls", "tool_errors", "prefill_tokens")
@@ -35,7 +35,7 @@ def trajectory_rows(acted: Sequence[Acted], silent: Sequence[int]) -> list[list[
         rows = [
             Row(first.row_id, first.index, one.prompt_ids, sampling, 0, one.token_ids, one.log_probs)
             for one in parts
-            for sampling in [replace(first.sampling, greedy=False, temperature=one.temperature)]
+            for sampling in [replace(first.sampling, greedy=False, temperature=one.temperature or usual)]
         ]
         for row, one in zip(rows, parts, strict=True):
             row.policy_version = one.policy_version
@@ -52,7 +52,7 @@ def trajectory_columns(
     keys = [key for key, rows in enumerate(several) for _ in rows]
     parts = [part for rows in several for _, part in rows]
     masks = [
-        [kept and ends[key].failure is None for kept in part.response_mask]
+        [kept and part.temperature != GREEDY and ends[key].failure is None for kept in part.response_mask]
         for part, key in zip(parts, keys, strict=True)
     ]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hybridflow as hf
+from hybridflow.algorithms.masked import batch_temperature
 from hybridflow.engines.contract import Row
 from hybridflow.errors import ConfigError, PromptError, WorkerError
 from tests import tiny_models
@@ -229,9 +230,30 @@ def test_turns_at_temperatures_of_their_own_are_rows_at_them(rollout, model, pro
             assert abs(log_prob - (logits / row["temperature"]).log_softmax(-1)[token]) < 1e-3
             if row["temperature"] == 1.0:
                 assert token == logits.argmax()
+                assert row["response_mask"][at] is greedy  # in a call that samples nothing was drawn
             if row["temperature"] == 0.25:  # top_p
                 above = (logits / 0.25).softmax(-1)
                 assert above[above > above[token]].sum() < 0.5
+
+
+async def at_one_temperature(row: dict[str, Any], model: Any) -> float:
+    """The first prompt's agents fail before their first turn; others draw a turn, then have a greedy one."""
+    if row["prompt"] == "a tree":
+        raise RuntimeError("no turn")
+    first = await model.chat([{"role": "user", "content": row["prompt"]}], temperature=0.75, max_tokens=4)
+    asked = [{"role": "user", "content": row["prompt"]}, first, {"role": "user", "content": "go"}]
+    await model.chat(asked, greedy=True, max_tokens=4)
+    return 1.0
+
+
+def test_rows_without_a_draw_have_no_say_in_the_temperature(rollout, prompts):
+    """Training computes at the temperature of the tokens that count."""
+    found = rollout.run(prompts, at_one_temperature, on_failure="mask").get()
+    counted = [any(row) for row in found["response_mask"].tolist()]
+    assert counted.count(False) >= 1
+    assert counted.count(True) >= 1
+    assert {t for t, kept in zip(found["temperature"].tolist(), counted, strict=True) if kept} == {0.75}
+    assert batch_temperature(found) == 0.75
 
 
 async def twice(row: dict[str, Any], model: Any) -> float:
