@@ -225,6 +225,6 @@ def test_remains_are_removed_before_a_run_continues_and_checkpoints_are_not(tmp_
     (tmp_path / ".step-00000002.partial/actor").mkdir(parents=True)
     (tmp_path / ".step-00000003.removed").symlink_to(tmp_path / "step-00000001")
     (tmp_path / ".step-00000004.partial").write_text("")
-    assert policy(tmp_path)._candidates(None) == [step_directory(tmp_path, 1)]
+    assert list(policy(tmp_path)._candidates(None)) == [step_directory(tmp_path, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     verify(step_directory(tmp_path, 1))
