@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*", "merges.txt", "spiece.model", "*.tiktoken", "chat_template*", "*.jinja"),
+    *("adapter_config.json", "*.safetensors", INDEX),
+)
+"""Of any model's directory, which a save may replace; other files only if it writes them again."""
 HEADS = frozenset({"score.weight"})  # may be absent: a value head can start from a language model
 _OUTPUTS = HEADS | {"lm_head.weight"}  # outside of the base model
 _SAMPLED = 256  # elements of each tensor in a fingerprint

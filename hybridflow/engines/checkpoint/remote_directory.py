@@ -28,6 +28,7 @@ from hybridflow.engines.checkpoint.manifest import (
     step_directory,
     step_of,
 )
+from hybridflow.engines.checkpoint.reader import MODEL_FILES
 from hybridflow.errors import CheckpointError, ConfigError, nearest
 from hybridflow.settings import STAGING, is_address, require, staging_directory
 
@@ -200,11 +201,11 @@ class RemoteDirectory:
     def send_model(self, source: Path) -> None:
         """Replace the files of the directory by those of `source`. What has begun and not ended is no model: its
         configuration, or a checkpoint's manifest, is removed first and sent last. Errors: CheckpointError, also where
-        there are other files than those of a model."""
+        there are files that are neither a model's nor sent again, which would be lost."""
         names, marks = [str(path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()], _MARKS
         there = [name for name in self.sizes() if "/" not in name]  # directories below are not of a model
-        other = [name for name in there if name not in names and not name.endswith(".safetensors")]
-        if other and not {*marks} & {*there}:
+        lost = [name for name in there if name not in names]
+        if other := [name for name in lost if not any(fnmatch(name, pattern) for pattern in MODEL_FILES)]:
             raise CheckpointError(f"{self.address} has other files, such as {other[0]}: give a directory of its own.")
         for name in sorted(there, key=lambda name: name not in marks):
             if name in marks or name not in names:

@@ -31,7 +31,7 @@ from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.handshake import wire_device
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.checkpoint.rank_state import torch_dtype
-from hybridflow.engines.checkpoint.reader import INDEX, SINGLE
+from hybridflow.engines.checkpoint.reader import INDEX, MODEL_FILES, SINGLE
 from hybridflow.engines.process_groups import gather
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import hf_config
@@ -46,12 +46,6 @@ _WEIGHTS = (
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.npz", "*.distcp"),
 )
 """Names of weights, of whatever format: a save writes them anew, or would leave them stale."""
-_MODEL_FILES = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab*", "merges.txt", "spiece.model", "*.tiktoken", "chat_template*", "*.jinja"),
-    *("adapter_config.json", "*.safetensors", INDEX),
-)
-"""Of any model's directory, which a save may replace; other files only if it writes them again."""
 _MOST_BESIDE = 64 << 20  # bytes of a file: larger ones are no part of a tokenizer
 
 
@@ -408,7 +402,7 @@ def _check_replaceable(target: Path, again: Collection[Path]) -> None:
     others = [target.name]
     if target.is_dir():
         again = {target / name for name in again} if (target / "config.json").is_file() else set()
-        known = again | {path for pattern in _MODEL_FILES for path in target.glob(pattern)}
+        known = again | {path for pattern in MODEL_FILES for path in target.glob(pattern)}
         inside = [path for one in (target, *again) if one.is_dir() for path in one.iterdir()]
         others = sorted(str(path.relative_to(target)) for path in inside if path not in known)
     if others:

@@ -319,6 +319,27 @@ def test_a_directory_is_sent_whole_or_not_at_all(server, tmp_path, monkeypatch):
         server.start()
 
 
+@pytest.mark.parametrize("there", ["README.md", "optimizer.pt", MANIFEST])
+def test_a_model_replaces_no_other_files(there, address, tmp_path):
+    remote, model = RemoteDirectory(address), tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("new")
+        remote.write(name, b"old")
+    remote.write(there, b"kept")
+    with pytest.raises(CheckpointError, match=f"has other files, such as {there}"):
+        remote.send_model(model)
+    assert {name: remote.read(name) for name in remote.sizes()} == {
+        "config.json": b"old",
+        "model.safetensors": b"old",
+        there: b"kept",
+    }
+    remote.remove(there)
+    remote.remove("config.json")  # as a send that was cut off
+    remote.send_model(model)
+    assert remote.read("config.json") == b"new"
+
+
 @pytest.mark.parametrize(
     ("address", "says"),
     [
