@@ -21,14 +21,17 @@ from hybridflow.engines.checkpoint.manifest import (
     FileEntry,
     best_step,
     saved_steps,
+    set_aside,
     step_directory,
     step_of,
 )
 from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory
 from hybridflow.errors import CheckpointError
+from hybridflow.settings import require
 
 logger = logging.getLogger(__name__)
 ENDED = "ended"  # the file of a run that has ended
+_ADDRESS = "address"  # the file that says whose the staging directory is
 _SENT = ".sent"  # in a checkpoint: which of its files are at the address
 _LOOK_SECONDS, _FIRST_RETRY, _LONGEST_RETRY = 0.5, 1.0, 60.0
 
@@ -56,18 +59,50 @@ class Uploads:
     # What is there, before the thread runs
 
     def open(self) -> None:
-        """Look at what is there. Errors: CheckpointError."""
+        """Look at what is there; checkpoints here that a run elsewhere has replaced there are set aside.
+
+        Errors: CheckpointError; ConfigError for the staging directory of another address."""
         if self._thread is not None:
             self.stop()
             self._thread.join()
-        self._known, self.there = {}, {n: one.metrics for n, one in self.remote.complete_steps().items()}
+        self._take_staging()
+        manifests = self.remote.complete_steps()
+        self._known, self.there = {}, {step: one.metrics for step, one in manifests.items()}
+        self._set_aside({step: one.id for step, one in manifests.items()})
         names = self.remote.sizes()
         steps = {step_of(Path(name.partition("/")[0])) for name in names}
         self._begun = {step for step in steps if step is not None} - self.there.keys()
         self._ended = self.remote.read(ENDED).decode(errors="replace").strip() if ENDED in names else ""
         if self._ended:
-            self.staging.mkdir(parents=True, exist_ok=True)
             (self.staging / ENDED).write_text(self._ended)
+
+    def _take_staging(self) -> None:
+        """Errors: ConfigError for the staging directory of another address; CheckpointError."""
+        name = self.staging / _ADDRESS
+        try:
+            self.staging.mkdir(parents=True, exist_ok=True)
+            found = name.read_text() if name.exists() else ""
+            require(
+                found in ("", self.remote.address),
+                f"{self.staging} has the checkpoints of {found}, not those of {self.remote.address}: give this run a "
+                f"staging= of its own, or remove {name} if the address was renamed.",
+            )
+            name.write_text(self.remote.address)
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be written: {error.strerror}.") from error
+
+    def _set_aside(self, ids: Mapping[int, str]) -> None:
+        """Where a checkpoint here is another one than that with its step at the address, which have these `ids`, move
+        all that are not those at the address."""
+        paths = {step_of(path) or 0: path for path in saved_steps(self.staging)}
+        found = dict[int, str]()
+        for step in paths.keys() & ids.keys():
+            with suppress(CheckpointError):  # a damaged one is fetched again
+                found[step] = CheckpointManifest.read(paths[step]).id
+        if any(id != ids[step] for step, id in found.items()):
+            gone = [path for step, path in paths.items() if step not in found or found[step] != ids[step]]
+            aside = set_aside(self.staging, gone)
+            logger.warning("%s is another run's: %d checkpoints here are in %s", self.remote.address, len(gone), aside)
 
     def steps(self) -> Generator[Path]:
         """The checkpoints of the run, newest first, those here before those at the address, which are fetched."""

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridflow as hf
-from hybridflow.engines.checkpoint.manifest import MANIFEST, FileEntry, saved_steps
+from hybridflow.engines.checkpoint.manifest import MANIFEST, CheckpointManifest, FileEntry, saved_steps
 from hybridflow.engines.checkpoint.remote_directory import (
     RemoteDirectory,
     fetched_checkpoint,
@@ -27,7 +27,7 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.run import uploads
 from hybridflow.run.uploads import ENDED, Uploads, to_send
 from hybridflow.settings import is_address, staging_directory
-from tests.example_checkpoints import make_checkpoint, verify
+from tests.example_checkpoints import make_checkpoint, rewrite, verify
 from tests.s3_server import S3Server
 
 SECONDS = 60.0
@@ -156,6 +156,36 @@ def test_what_is_not_continued_is_moved(address, tmp_path, opened):
     with fetched_checkpoint(f"{address}.2") as path:
         assert verify(path).step == 2
     assert not path.exists()
+
+
+def test_a_run_that_took_the_address_over_is_continued(address, tmp_path, opened):
+    """What this machine has is of an obsolete run."""
+    for step in (2, 4, 6):
+        make_checkpoint(tmp_path / "old", step)
+    opened(address, tmp_path / "old").wait(SECONDS)
+    one = opened(address, tmp_path / "new", continues=False)
+    one.continue_from(None)
+    for step in (4, 6):
+        rewrite(make_checkpoint(tmp_path / "new", step), lambda body: body.update(id="new"))
+    one.start()
+    one.wait(SECONDS)
+    make_checkpoint(tmp_path / "old", 8)  # was never sent
+    one = opened(address, tmp_path / "old", continues=False)
+    assert next(one.steps()) == tmp_path / "old/step-00000006"
+    assert CheckpointManifest.read(tmp_path / "old/step-00000006").id == "new"
+    assert [path.name[-1] for path in saved_steps(tmp_path / "old.1")] == ["8", "6", "4", "2"]
+    assert [path.name[-1] for path in saved_steps(tmp_path / "old")] == ["6"]
+    one.start()
+    one.wait(SECONDS)
+    assert {step: found.id for step, found in one.remote.complete_steps().items()} == {6: "new", 4: "new"}
+
+
+def test_a_staging_directory_is_that_of_one_address(address, tmp_path, opened):
+    make_checkpoint(tmp_path / "here", 2)
+    opened(address, tmp_path / "here").wait(SECONDS)
+    with pytest.raises(ConfigError, match=rf"has the checkpoints of {address}, not those of {address}/other: give"):
+        opened(f"{address}/other", tmp_path / "here")
+    opened(address, tmp_path / "here").wait(SECONDS)
 
 
 def test_a_checkpoint_that_is_not_whole_there_does_not_count(address, tmp_path, opened):
