@@ -180,6 +180,7 @@ class RemoteDirectory:
         with _replacing(target) as partial:
             for file in (*manifest.files, MANIFEST):
                 self.get(f"{name}/{file}", partial / file)
+            discard(target)  # a damaged one
         return target
 
     def fetch_model(self, files: Sequence[str]) -> Path:
@@ -271,13 +272,20 @@ def fetched_checkpoint(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """A new directory that becomes `target` when the block ends. Errors: CheckpointError."""
-    partial = partial_directory(target)
+    """A new directory that becomes `target` when the block ends, unless another process has made that meanwhile.
+
+    Errors: CheckpointError."""
+    partial = partial_directory(target.with_name(f"{target.name}.{uuid.uuid4().hex}"))
     try:
-        discard(partial)
         partial.mkdir(parents=True)
-        yield partial
-        discard(target)
-        partial.rename(target)
+        try:
+            yield partial
+            try:
+                partial.rename(target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+        finally:
+            discard(partial)
     except OSError as error:
         raise CheckpointError(f"{error.filename or partial} cannot be written: {error.strerror}.") from error

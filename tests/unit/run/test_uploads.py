@@ -349,6 +349,28 @@ def test_a_directory_is_sent_whole_or_not_at_all(server, tmp_path, monkeypatch):
         server.start()
 
 
+def test_two_fetches_of_one_model_at_once(tmp_path, monkeypatch):
+    """The second begins while the first one fetches, and is slower."""
+    monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path / "staging"))
+    remote, get = RemoteDirectory(f"file://{tmp_path}/model"), RemoteDirectory.get
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    for name in names:
+        remote.write(name, b"1")
+    other = list[Path]()
+
+    def first(self: RemoteDirectory, name: str, target: Path) -> None:
+        if name == names[1] and not other:
+            other.append(target)
+            other[0] = remote.fetch_model(("*",))
+        get(self, name, target)
+
+    monkeypatch.setattr(RemoteDirectory, "get", first)
+    copy = remote.fetch_model(("*",))
+    assert copy == other[0]
+    assert sorted(path.name for path in copy.iterdir()) == names
+    assert list(copy.parent.iterdir()) == [copy]
+
+
 @pytest.mark.parametrize("there", ["README.md", "optimizer.pt", MANIFEST])
 def test_a_model_replaces_no_other_files(there, address, tmp_path):
     remote, model = RemoteDirectory(address), tmp_path / "model"
