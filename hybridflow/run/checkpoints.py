@@ -56,6 +56,7 @@ from hybridflow.tracking.run_lock import RunLock
 logger = logging.getLogger(__name__)
 _END_SECONDS = 60.0
 _UPLOAD_SECONDS, _TERMINATED_SECONDS = 600.0, 20.0  # without progress; a driver that was asked to end has 30 s
+_STOP_SECONDS = 5.0  # for the file that is being sent
 _MOMENTS = 4  # the driver is at most two iterations ahead of the hosts
 _LOST = (BrokenGroupError, HostLostError, WaitTimeoutError)
 
@@ -489,5 +490,5 @@ class Checkpoints:
                 (self.directory / ENDED).write_text(f"{self._step}{self._stopped}\n")
         if self._uploads is not None:
             self._send(ending=True)
-            self._uploads.stop()
+            self._uploads.stop(_STOP_SECONDS)
         self._owner.release()

@@ -143,10 +143,12 @@ class Uploads:
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the file that it is sending."""
+    def stop(self, seconds: float = 0.0) -> None:
+        """End the thread after the file that it is sending, for which this waits no longer than `seconds`."""
         self._stopped = True
         self._wake.set()
+        if self._thread is not None and seconds:
+            self._thread.join(seconds)
 
     def wait(self, seconds: float, whole: bool = False) -> None:
         """Wait until all is sent, and no longer than `seconds` without progress, or `whole` with it.
@@ -227,6 +229,8 @@ class Uploads:
         while not self._stopped:
             waiting, surplus = self._left()
             for step in [*surplus, *(self._begun - self._here().keys())]:
+                if self._stopped:
+                    return
                 self.remote.remove(step_directory(Path(), step).name, first=MANIFEST)
                 self.there = {one: metrics for one, metrics in self.there.items() if one != step}
                 self._begun.discard(step)
@@ -265,6 +269,8 @@ class Uploads:
             there = self.remote.sizes(path.name)
             if wrong := [name for name, entry in manifest.files.items() if there.get(name) != entry.bytes]:
                 raise CheckpointError(f"{self.remote.address}/{path.name}/{wrong[0]} has {there.get(wrong[0])} bytes.")
+            if self._stopped:  # the address may be another process's now
+                return
             self.remote.put(path / MANIFEST, f"{path.name}/{MANIFEST}", self._beat)
         except CheckpointError:
             if path.exists():

@@ -23,6 +23,8 @@ from hybridflow.engines.checkpoint.manifest import MANIFEST, saved_steps
 from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.run import checkpoints as module
+from hybridflow.run.uploads import Uploads
+from hybridflow.tracking.run_lock import RunLock
 from tests import tiny_models
 from tests.integration.test_checkpoints import DRIVER, ROOT, STEPS, Runs, records, runs, undisturbed
 from tests.integration.test_training_run import Loader, fresh
@@ -136,6 +138,35 @@ def test_a_checkpoint_that_is_being_sent_stays_here(cluster, address, tmp_path, 
     close(cluster)
     assert [name for name in sent if name.endswith(MANIFEST)] == [f"step-0000000{n}/{MANIFEST}" for n in (1, 5)]
     assert steps(address) == [5]
+
+
+def test_the_lock_is_kept_until_the_upload_has_ended(cluster, address, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_END_SECONDS", 0.2)
+    put, release, stop = RemoteDirectory.put, RunLock.release, Uploads.stop
+    goes_on, sending = Event(), list[bool]()
+
+    def slow(*given: Any) -> None:
+        assert goes_on.wait(60)
+        time.sleep(0.5)
+        put(*given)
+
+    def stopping(self: Uploads, *seconds: float) -> None:
+        goes_on.set()
+        stop(self, *seconds)
+
+    def released(self: RunLock) -> None:
+        sending.append(uploads._thread is not None and uploads._thread.is_alive())
+        release(self)
+
+    monkeypatch.setattr(RemoteDirectory, "put", slow)
+    monkeypatch.setattr(Uploads, "stop", stopping)
+    monkeypatch.setattr(RunLock, "release", released)
+    run = hf.Run(address, staging=tmp_path / "here", console=False, every=1)
+    assert run.checkpoints._uploads is not None
+    uploads = run.checkpoints._uploads
+    train(cluster, run, until=1)
+    assert sending
+    assert not any(sending)
 
 
 def test_another_run_continues_from_an_address(cluster, address, tmp_path, staging):

@@ -243,6 +243,25 @@ def test_an_upload_that_was_cut_off_continues(server, tmp_path, opened, monkeypa
         assert verify(found) == verify(path)
 
 
+def test_a_thread_that_is_stopped_completes_no_checkpoint(address, tmp_path, opened, monkeypatch):
+    """The address may be another process's before its last file has arrived."""
+    path, one = make_checkpoint(tmp_path / "here", 2), opened(address, tmp_path / "here", continues=False)
+    *_, last = verify(path).files
+    put = RemoteDirectory.put
+
+    def stopping(self: RemoteDirectory, source: Path, name: str, *more: Any) -> None:
+        if name.endswith(last):
+            one.stop()
+        put(self, source, name, *more)
+
+    monkeypatch.setattr(RemoteDirectory, "put", stopping)
+    one.start()
+    assert one._thread is not None
+    one._thread.join(SECONDS)
+    assert f"step-00000002/{last}" in one.remote.sizes()
+    assert steps(address) == []
+
+
 def test_nothing_is_lost_while_the_server_is_down(server, tmp_path, opened, caplog):
     make_checkpoint(tmp_path, 2)
     one = opened("s3://runs/first", tmp_path)
