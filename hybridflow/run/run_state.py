@@ -100,8 +100,8 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     session = Session.current()
     if Session.replay is None:
         check_machines(session, path)
-        if (remote := opened(path)) is not None and remote.sizes():
-            raise CheckpointError(f"{path} exists already: a checkpoint is never written over. Remove it first.")
+        if (remote := opened(path)) is not None:
+            remote.check_unsent()
         with written_here(path) as target:
             Saving(session, Path(os.path.abspath(target)), RunParts.of(session, parts)).result()
     return os.fspath(path) if is_address(path) else os.path.abspath(path)

@@ -273,6 +273,34 @@ def test_models_and_states_are_saved_at_addresses_and_read_from_there(pool, clus
     assert all(one[name].equal(two[name]) for name in one)
 
 
+def test_a_state_that_was_not_sent_is_saved_again(cluster, address, staging, monkeypatch):
+    there, loader = RemoteDirectory(address), Loader(9)
+    cluster.attach(loader, "loader")
+    loader.at = 3
+
+    def down(self: RemoteDirectory, source: Path, name: str, *more: Any) -> None:
+        self.write("state/part", b"1")  # one that had arrived
+        (source.parent / "state").mkdir()
+        (source.parent / "state/part").write_bytes(b"1")
+        raise CheckpointError("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteDirectory, "put", down)
+        with pytest.raises(CheckpointError, match="It was not sent as a whole"):
+            hf.save(address, parts=[loader])
+    loader.at = 4
+    hf.save(address, parts=[loader])
+    loader.at = 0
+    hf.load(address, parts=[loader])
+    assert loader.at == 4  # not the state of the save that failed
+    with pytest.raises(CheckpointError, match="exists already: nothing is written over"):
+        hf.save(address, parts=[loader])
+    there.remove(MANIFEST)
+    with pytest.raises(CheckpointError, match="exists already"):
+        hf.save(address, parts=[loader])  # the files of others
+    close(cluster)
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_during_an_upload_continues_elsewhere(server, runs: Runs, undisturbed, tmp_path):
     """The second machine has nothing but the address. It ends as the undisturbed run."""

@@ -214,6 +214,21 @@ class RemoteDirectory:
         for name in sorted(names, key=lambda name: name in marks):
             self.put(source / name, name)
 
+    @property
+    def sending(self) -> Path:
+        """The copy of a directory that is sent as a whole; it stays where that fails."""
+        here = staging_directory(self.address)
+        return here.parent / ".sending" / here.name  # the directory of a run may be `here`
+
+    def check_unsent(self) -> None:
+        """Discard the copy of a checkpoint that was not sent as a whole, so that it can be saved again.
+
+        Errors: CheckpointError where there is a checkpoint, or any file that is not of that copy."""
+        own = {str(path.relative_to(self.sending)) for path in self.sending.rglob("*")} - {MANIFEST}
+        if self.sizes().keys() - own:
+            raise CheckpointError(f"{self.address} exists already: nothing is written over. Remove it first.")
+        discard(self.sending)
+
 
 def opened(path: Any) -> RemoteDirectory | None:
     """The directory at an address; None for a path of this machine."""
@@ -227,8 +242,7 @@ def written_here(path: str | os.PathLike[str], sends: bool = True) -> Iterator[P
     if (remote := opened(path)) is None:
         yield Path(path)
         return
-    here = staging_directory(remote.address)
-    target = here.parent / ".sending" / here.name  # the directory of a run may be `here`
+    target = remote.sending
     try:
         yield target
     except CheckpointError as error:
