@@ -191,12 +191,27 @@ def local_path(path: str | os.PathLike[str]) -> str:
 def staging_directory(address: str | os.PathLike[str]) -> Path:
     """The local directory for an address: below $HYBRIDFLOW_STAGING, otherwise ~/.cache/hybridflow/staging.
 
-    Errors: ConfigError for one that leaves it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow" / "staging"
+    Errors: ConfigError, as check_address."""
+    check_address(address)
     scheme, _, rest = os.fspath(address).partition(":")
-    parts = [part for part in rest.split("/") if part]
-    require(".." not in parts, f"{os.fspath(address)!r} leaves its directory: give an address without '..'.")
-    return Path(os.environ.get(STAGING) or cache).absolute().joinpath(scheme, *parts)
+    home = os.environ.get(STAGING) or cache_directory() / "staging"
+    return Path(home).absolute().joinpath(scheme, *(part for part in rest.split("/") if part))
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow"
+
+
+def check_address(address: str | os.PathLike[str]) -> None:
+    """Errors: ConfigError for an address with a password, which would be in names of directories, logs and messages;
+    and for one that leaves its directory."""
+    text = os.fspath(address)
+    if found := re.search(r":/{1,2}[^/@\[]*:(?!\d*(/|$))", text):  # what follows a host's ":" is a port
+        raise ConfigError(
+            f"the address {text[: found.start()]}://... has a password: credentials go into the environment or into "
+            f"fsspec's configuration."
+        )
+    require(".." not in text.partition(":")[2].split("/"), f"{text!r} leaves its directory: give one without '..'.")
 
 
 def require(condition: bool, message: str) -> None:

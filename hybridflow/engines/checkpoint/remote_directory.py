@@ -30,7 +30,7 @@ from hybridflow.engines.checkpoint.manifest import (
 )
 from hybridflow.engines.checkpoint.reader import MODEL_FILES
 from hybridflow.errors import CheckpointError, ConfigError, nearest
-from hybridflow.settings import STAGING, is_address, require, staging_directory
+from hybridflow.settings import STAGING, cache_directory, check_address, is_address, require, staging_directory
 
 _CONFIGS = ("config.json", "adapter_config.json")  # the last file of a model that is sent
 _MARKS = (MANIFEST, *_CONFIGS)
@@ -45,12 +45,12 @@ class RemoteDirectory:
     """
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
+        check_address(address)
         scheme, _, rest = os.fspath(address).partition(":")
         require("::" not in os.fspath(address), f"{address!r} is a chain of addresses: give one.")
         if not rest.startswith("//"):  # pathlib has taken one of two slashes
             rest = ("//" if scheme in ("file", "local") else "/") + rest
         self.address, own = f"{scheme}:{rest}".rstrip("/"), {"auto_mkdir": True} if scheme in ("file", "local") else {}
-        require(".." not in rest.split("/"), f"{self.address!r} leaves its directory: give an address without '..'.")
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.address, **own)
         except ImportError as error:

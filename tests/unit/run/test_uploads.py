@@ -420,6 +420,9 @@ def test_a_model_replaces_no_other_files(there, address, tmp_path):
         ("simplecache::s3://bucket", "chain of addresses"),
         ("s3://bucket/../other", r"without '\.\.'"),
         ("http://127.0.0.1:9/run", "cannot be written"),
+        ("s3://me:hidden@bucket/run", r"^the address s3://\.\.\. has a password: credentials go into the environment"),
+        ("s3://me:hid/den@bucket/run", r"^the address s3://\.\.\. has a password"),
+        ("sftp://me:22hidden@host:22/run", r"^the address sftp://\.\.\. has a password"),
     ],
 )
 @pytest.mark.parametrize("made", [hf.Checkpoints, hf.Run])
@@ -445,6 +448,12 @@ def test_credentials_are_checked_at_once(server, tmp_path, monkeypatch):
             hf.Checkpoints("s3://runs/run")
     finally:
         server.start()
+
+
+@pytest.mark.parametrize("where", ["abfss://box@account.net/run", "sftp://me@host:22/run", "hdfs://host:8020/a:b"])
+def test_names_and_ports_are_no_passwords(where):
+    assert staging_directory(where).parts[-2:] == tuple(where.split("/")[2:])
+    assert staging_directory(Path(where)) == staging_directory(where)
 
 
 def test_staging_directories(tmp_path, monkeypatch):
