@@ -168,6 +168,8 @@ class Checkpoints:
     @property
     def best_saved(self) -> tuple[int, float] | None:
         """The step and the value of the best checkpoint, which may be at the address only."""
+        if not self.best:  # else all manifests were read at every save
+            return None
         there = {} if self._uploads is None else self._uploads.there
         here = ((one.step, one.metrics) for _, one in complete_steps(self.directory))
         return best_step([*here, *there.items()], self.best)

@@ -108,6 +108,13 @@ def test_the_best_checkpoint_comes_from_the_address(cluster, address, tmp_path):
     assert (tmp_path / "second/checkpoints/step-00000001" / MANIFEST).exists()
 
 
+def test_without_a_best_checkpoint_none_is_looked_for(tmp_path, monkeypatch):
+    made = hf.Checkpoints(tmp_path / "checkpoints")
+    monkeypatch.setattr(module, "complete_steps", lambda root: pytest.fail("manifests are read"))
+    assert (made.best_saved, made.best_checkpoint) == (None, None)
+    made._owner.release()
+
+
 def test_a_damaged_checkpoint_here_is_fetched_again(cluster, address, tmp_path):
     kept: dict[str, Any] = {"staging": tmp_path / "here", "console": False, "every": 1}
     assert train(cluster, hf.Run(address, **kept), until=3) == [1, 2, 3]
