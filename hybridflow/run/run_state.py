@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 import uuid
@@ -409,9 +410,10 @@ def _check_values(group: WorkerGroup, values: Sequence[Any] | None) -> None:
 
 def check_machines(session: Session, path: Any, shared: bool = False) -> None:
     """Errors: ConfigError for an address, where ranks of several machines have no staging directory that all share."""
-    names = {host.node_name for group in session.groups.values() for host in group.ranks.hosts}
+    names = {host.node_name for group in session.groups.values() for host in group.ranks.hosts} - {""}
+    names |= {socket.gethostname()} if names else set()  # the driver fetches and sends
     if is_address(path) and len(names) > 1 and not (shared or os.environ.get(STAGING)):
         raise ConfigError(
-            f"{path} is written and read by way of a staging directory, which ranks on {len(names)} machines have to "
+            f"{path} is written and read by way of a staging directory, which processes on {len(names)} machines have to "
             f"share: set {STAGING}, on all of them, to a directory that all see."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
@@ -238,14 +239,15 @@ def test_a_run_that_is_asked_to_end_does_not_wait_long(cluster, server, tmp_path
     assert train(cluster, hf.Run("s3://runs/asked", staging=tmp_path / "here", console=False)) == [2, 3, 4, 5, 6]
 
 
-def test_ranks_of_several_machines_need_a_directory_that_all_see(cluster, tmp_path, monkeypatch):
-    hosts = [SimpleNamespace(node_name=name) for name in ("a", "b")]
+@pytest.mark.parametrize("names", [[socket.gethostname(), "b"], ["b"]])  # the driver's, too
+def test_several_machines_need_a_directory_that_all_see(cluster, tmp_path, monkeypatch, names):
+    hosts = [SimpleNamespace(node_name=name) for name in names]
     monkeypatch.delenv("HYBRIDFLOW_STAGING", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(cluster.groups, "actor", SimpleNamespace(ranks=SimpleNamespace(hosts=hosts)))
     address = f"file://{tmp_path}/there"
     for call in (lambda: hf.save(address), lambda: hf.load(address), lambda: hf.Checkpoints(address).resume(Loader(1))):
-        with pytest.raises(ConfigError, match="ranks on 2 machines have to share: set HYBRIDFLOW_STAGING"):
+        with pytest.raises(ConfigError, match="processes on 2 machines have to share: set HYBRIDFLOW_STAGING"):
             call()
     cluster.groups.pop("actor")
     close(cluster)
