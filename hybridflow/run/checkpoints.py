@@ -132,10 +132,11 @@ class Checkpoints:
         self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
         self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
         self._named, self._only = dict(parts or {}), only
-        lock = self.directory.with_name(f".{self.directory.name}.lock")
-        self._owner = RunLock(lock, f"Checkpoints({str(directory)!r})")
+        locks = [self.directory.with_name(f".{self.directory.name}.lock")]
+        locks += [] if self._uploads is None else [self._uploads.remote.lock]
+        self._owners = [RunLock(lock, f"Checkpoints({str(directory)!r})") for lock in locks]
         if self._replay is None:
-            self._owner.take()
+            self._take()
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
         self._metrics: tuple[Any, ...] = ()
@@ -144,6 +145,10 @@ class Checkpoints:
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
         self.restarts = 0
         self.stop: Callable[[], bool] = lambda: False  # of a loop, after an iteration: `hf.Run`
+
+    def _take(self) -> None:
+        for owner in self._owners:
+            owner.take()
 
     @property
     def done(self) -> int:
@@ -198,7 +203,7 @@ class Checkpoints:
             self._rebuild(session)
             return self._iterate(session, loader)
         if self._replay is None:
-            self._owner.take()
+            self._take()
         session.attach(loader, "loader")
         for name, part in self._named.items():
             session.attach(part, name)
@@ -493,4 +498,5 @@ class Checkpoints:
         if self._uploads is not None:
             self._send(ending=True)
             self._uploads.stop(_STOP_SECONDS)
-        self._owner.release()
+        for owner in self._owners:
+            owner.release()

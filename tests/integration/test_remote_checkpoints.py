@@ -113,7 +113,7 @@ def test_without_a_best_checkpoint_none_is_looked_for(tmp_path, monkeypatch):
     made = hf.Checkpoints(tmp_path / "checkpoints")
     monkeypatch.setattr(module, "complete_steps", lambda root: pytest.fail("manifests are read"))
     assert (made.best_saved, made.best_checkpoint) == (None, None)
-    made._owner.release()
+    made._owners[0].release()
 
 
 def test_a_damaged_checkpoint_here_is_fetched_again(cluster, address, tmp_path):

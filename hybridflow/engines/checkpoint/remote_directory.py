@@ -66,6 +66,12 @@ class RemoteDirectory:
                 ) from error
             raise ConfigError(f"{self.address!r} cannot be opened: {type(error).__name__}: {error}.") from error
 
+    @property
+    def lock(self) -> Path:
+        """The file of the lock on the address, which is one for all staging directories of this user."""
+        key = repr([self.address, self._files.storage_options, os.environ.get("AWS_ENDPOINT_URL")])
+        return cache_directory() / "locks" / hashlib.sha256(key.encode()).hexdigest()
+
     def check_writable(self) -> None:
         """Write and remove a small file. Errors: ConfigError, also for missing or wrong credentials."""
         name = f".hybridflow-{uuid.uuid4().hex}"

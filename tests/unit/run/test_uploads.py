@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -31,6 +33,7 @@ from tests.example_checkpoints import make_checkpoint, rewrite, verify
 from tests.s3_server import S3Server
 
 SECONDS = 60.0
+ROOT = Path(hf.__file__).parents[1]
 
 
 @pytest.fixture
@@ -440,7 +443,8 @@ def test_credentials_are_checked_at_once(server, tmp_path, monkeypatch):
         ConfigError, match=r"s3://absent/run/.* cannot be written: .*Check the address, the credentials"
     ):
         hf.Checkpoints("s3://absent/run")
-    hf.Checkpoints("s3://runs/run")._owner.release()
+    for owner in hf.Checkpoints("s3://runs/run")._owners:
+        owner.release()
     assert "runs/run" not in str(RemoteDirectory("s3://runs/run").sizes())
     server.stop()
     try:
@@ -454,6 +458,18 @@ def test_credentials_are_checked_at_once(server, tmp_path, monkeypatch):
 def test_names_and_ports_are_no_passwords(where):
     assert staging_directory(where).parts[-2:] == tuple(where.split("/")[2:])
     assert staging_directory(Path(where)) == staging_directory(where)
+
+
+def test_two_processes_at_one_address_with_two_staging_directories(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    address = f"file://{tmp_path}/there"
+    program = f"import hybridflow as hf; hf.Checkpoints({address!r}, staging={str(tmp_path / 'other')!r})"
+    mine = hf.Checkpoints(address, staging=tmp_path / "mine")
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "has been writing there since" in other.stderr
+    for owner in mine._owners:
+        owner.release()
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_staging_directories(tmp_path, monkeypatch):
