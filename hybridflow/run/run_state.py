@@ -414,6 +414,6 @@ def check_machines(session: Session, path: Any, shared: bool = False) -> None:
     names |= {socket.gethostname()} if names else set()  # the driver fetches and sends
     if is_address(path) and len(names) > 1 and not (shared or os.environ.get(STAGING)):
         raise ConfigError(
-            f"{path} is written and read by way of a staging directory, which processes on {len(names)} machines have to "
-            f"share: set {STAGING}, on all of them, to a directory that all see."
+            f"{path} is written and read by way of a staging directory, which processes on {len(names)} machines have "
+            f"to share: set {STAGING}, on all of them, to a directory that all see."
         )

@@ -283,6 +283,7 @@ def test_models_and_states_are_saved_at_addresses_and_read_from_there(pool, clus
 
 
 def test_a_state_that_was_not_sent_is_saved_again(cluster, address, staging, monkeypatch):
+    address = f"{address}/saved"
     there, loader = RemoteDirectory(address), Loader(9)
     cluster.attach(loader, "loader")
     loader.at = 3

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from hybridflow.settings import STAGING, cache_directory, check_address, is_addr
 
 _CONFIGS = ("config.json", "adapter_config.json")  # the last file of a model that is sent
 _MARKS = (MANIFEST, *_CONFIGS)
+_ABANDONED_SECONDS = 86400.0  # no copy takes as long without a new file
 _SCHEMES = ("s3", "gs", "az", "oss", "hdfs", "sftp", "webdav", "file")  # those that hints name
 
 
@@ -153,7 +156,12 @@ class RemoteDirectory:
         for file in names:
             with self._reaching("moved", f"{name}/{file}") as path, target._reaching("written", f"{name}/{file}") as to:
                 target._make_parent(to)
-                self._files.cp_file(path, to)
+                try:
+                    self._files.cp_file(path, to)
+                except NotImplementedError:  # SFTP and FTP
+                    with tempfile.TemporaryDirectory() as here:
+                        self._files.get_file(path, f"{here}/file")
+                        self._files.put_file(f"{here}/file", to)
         self.remove(name, first=last)
 
     # Checkpoints and models
@@ -284,6 +292,7 @@ def fetched_checkpoint(path: str | os.PathLike[str]) -> Iterator[Path]:
         return
     source, name = checkpoint_at(remote)
     copies = staging_directory(source.address).with_name(f".fetched-{uuid.uuid4().hex}")
+    _discard_abandoned(copies.parent)
     try:
         yield source.fetch_checkpoint(name, copies / name)
     finally:
@@ -298,6 +307,7 @@ def _replacing(target: Path) -> Iterator[Path]:
     partial = partial_directory(target.with_name(f"{target.name}.{uuid.uuid4().hex}"))
     try:
         partial.mkdir(parents=True)
+        _discard_abandoned(target.parent)
         try:
             yield partial
             try:
@@ -309,3 +319,11 @@ def _replacing(target: Path) -> Iterator[Path]:
             discard(partial)
     except OSError as error:
         raise CheckpointError(f"{error.filename or partial} cannot be written: {error.strerror}.") from error
+
+
+def _discard_abandoned(directory: Path) -> None:
+    """Copies in a staging directory that processes which were killed have left."""
+    for path in (*directory.glob(".fetched-*"), *directory.glob(".*.partial")):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                discard(path)

@@ -4,6 +4,7 @@ and on a real S3 server."""
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec import AbstractFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -244,6 +246,30 @@ def test_an_upload_that_was_cut_off_continues(server, tmp_path, opened, monkeypa
     assert steps("s3://runs/first") == [2]
     with fetched_checkpoint("s3://runs/first/step-00000002") as found:
         assert verify(found) == verify(path)
+
+
+def test_what_is_moved_where_files_cannot_be_copied(tmp_path, opened, monkeypatch):
+    """SFTP and FTP have no such call."""
+    address = f"memory://{uuid.uuid4().hex}"
+    path = make_checkpoint(tmp_path, 2)
+    one = opened(address, tmp_path)
+    one.wait(SECONDS)
+    monkeypatch.setattr(type(one.remote._files), "cp_file", AbstractFileSystem.cp_file)
+    one.continue_from(None)
+    with fetched_checkpoint(f"{address}.1") as found:
+        assert verify(found) == verify(path)
+
+
+def test_copies_that_killed_processes_have_left_are_removed(tmp_path, opened, monkeypatch):
+    monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path / "staging"))
+    make_checkpoint(tmp_path / "here", 2)
+    opened(f"file://{tmp_path}/there", tmp_path / "here").wait(SECONDS)
+    left = [staging_directory(f"file://{tmp_path}/{name}") for name in (".fetched-1", ".fetched-2")]
+    for path in left:
+        (path / "step-00000004").mkdir(parents=True)
+    os.utime(left[0], (0, 0))
+    with fetched_checkpoint(f"file://{tmp_path}/there"):
+        assert [path.exists() for path in left] == [False, True]  # the other may be in use
 
 
 def test_a_thread_that_is_stopped_completes_no_checkpoint(address, tmp_path, opened, monkeypatch):
