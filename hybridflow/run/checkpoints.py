@@ -134,9 +134,9 @@ class Checkpoints:
         self._named, self._only = dict(parts or {}), only
         locks = [self.directory.with_name(f".{self.directory.name}.lock")]
         locks += [] if self._uploads is None else [self._uploads.remote.lock]
-        self._owners = [RunLock(lock, f"Checkpoints({str(directory)!r})") for lock in locks]
-        if self._replay is None:
-            self._take()
+        self._owners = [RunLock(lock, f"Checkpoints({str(directory)!r})") for lock in locks if self._replay is None]
+        for owner in self._owners:
+            owner.take()
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
         self._metrics: tuple[Any, ...] = ()
@@ -145,10 +145,6 @@ class Checkpoints:
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
         self.restarts = 0
         self.stop: Callable[[], bool] = lambda: False  # of a loop, after an iteration: `hf.Run`
-
-    def _take(self) -> None:
-        for owner in self._owners:
-            owner.take()
 
     @property
     def done(self) -> int:
@@ -202,8 +198,8 @@ class Checkpoints:
             self._count_restart("the loop was left by an error")
             self._rebuild(session)
             return self._iterate(session, loader)
-        if self._replay is None:
-            self._take()
+        for owner in self._owners:
+            owner.take()
         session.attach(loader, "loader")
         for name, part in self._named.items():
             session.attach(part, name)
