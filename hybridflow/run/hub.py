@@ -69,7 +69,8 @@ def push_to_hub(
         card = model_card(files, repo, metric, kind_of(folder))
         with _reaching(asked):
             message = "Upload with hybridflow"
-            api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=[*_SAVED], commit_message=message)
+            files = {"allow_patterns": [*_SAVED], "ignore_patterns": ["*/*"]}  # * is any text, also a/b
+            api.upload_folder(repo_id=repo, folder_path=folder, **files, commit_message=message)
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo)
     return f"{api.endpoint}/{repo}"
 

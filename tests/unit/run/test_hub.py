@@ -28,6 +28,15 @@ SECRETS = {
     "note": "with hf_plainsecretvalue9abcdef in it",
     "of_the_environment": "left|*plainsecretvalue10",
     "args": "--api-key=plainsecretvalue11 --verbose",
+    "mirror": "https://me:plainsecretvalue12/def@host",
+    "store": "s3://key:wJalrXUt/plainsecretvalue13@bucket/run",
+    "server": {"pwd": "plainsecretvalue14", "accesskey": "plainsecretvalue15", "passphrase": "plainsecretvalue16 y"},
+    "alerts": ["https://hooks.slack.com/services/plainsecretvalue17", {"to": "plainsecretvalue18"}],
+    "robot": "ghs_plainsecretvalueabcdef",
+    "grader": {"api_key": 8123456789},
+    "env": {"WANDB_API_KEY": "8123456789"},
+    "cmd": "curl -u bob:plainsecretvalue19 http://x",
+    "random": "runs/wJalrXUtnFEMI7K7MDENG",
 }
 CONFIG = {
     "name": "grpo",
@@ -55,6 +64,8 @@ def run(tmp_path, model) -> Path:
         )
     (directory / "model").symlink_to(model)
     (model / "notes.bak").write_text("no file of a model")
+    (model / "data").mkdir(exist_ok=True)
+    (model / "data" / "private.txt").write_text("no file of a model")
     return directory
 
 
@@ -81,7 +92,7 @@ def test_the_files_and_the_card_of_a_run_are_uploaded(run, model, hub, monkeypat
     saved = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix in (".json", ".safetensors")}
     text = hub.files["me/tiny"].pop("README.md").decode()
     assert {name: hub.files["me/tiny"][name] for name in saved} == saved
-    assert "notes.bak" not in hub.files["me/tiny"]
+    assert not {"notes.bak", "data/private.txt"} & set(hub.files["me/tiny"])
 
     card = ModelCard(text)
     assert card.data.base_model == "Qwen/Qwen3-0.6B"
@@ -110,12 +121,14 @@ def test_secrets_of_settings_do_not_reach_the_card(run, hub, monkeypatch):
     monkeypatch.setenv("JUDGE_PASSWORD", "left|*plainsecretvalue10")
     hf.push_to_hub(run / "model", "me/tiny")
     text = hub.files["me/tiny"]["README.md"].decode()
-    assert not re.findall(r"plainsecretvalue\d*|8123456789", text)
+    assert not re.findall(r"plainsecretvalue\d*|8123456789|wJalrXUt", text)
     assert TOKEN not in text
     settings = cells(text, "Settings")
-    assert settings["database"] == "postgres://(removed)@db.example/x"
-    assert settings["judge"].startswith("https://judge.example/v1?version=2&api")
-    assert settings["judge"].endswith("(removed)&n=3")
+    assert settings["judge"] == "https://judge.example"
+    assert settings["alerts"] == '["https://hooks.slack.com", "(removed)"]'
+    assert settings["random"] == "runs/(removed)"
+    assert settings["track"] == '["wandb"]'
+    assert cells(text, "Held-out figures")["best_checkpoint"] == "step-00000040, held_out/reward 0.312"
     assert settings["password"] == settings["api_key"] == settings["wandb.apiKey"] == "(removed)"
 
 
