@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from hybridflow.run.model_card import kind_of, model_card
 from hybridflow.run.training_run import Run
 from hybridflow.tracking.report.run_files import FILES, RunFiles
 
-_SAVED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # what `save` writes
+_SAVED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*_templates/*.jinja")  # of `save`
+_EARLIER = re.compile(r"[^/]*\.safetensors(\.index\.json)?|(adapter_)?config\.json")  # would be read beside the new
 Source = WorkerGroup | Run | str | os.PathLike[str]
 
 
@@ -37,8 +40,8 @@ def push_to_hub(
     directory that either has written. `how` are options of `save` or `export` (`dtype`, `group`, `merged`). The card
     has the settings, the curve of `metric` (None: the mean reward, or else the loss), held-out figures and versions of
     `run` (None: of the model's), and no secrets of the settings. A new repository is `private`, one that is there
-    stays as it is; files of the same names are replaced. `token`: None for that of `hf auth login` or HF_TOKEN. What is
-    written here on the way lies in the run's directory, and is removed.
+    stays as it is; its weights and files of the same names are replaced. `token`: None for that of `hf auth login` or
+    HF_TOKEN. What is written here on the way lies in the run's directory, and is removed.
 
     Errors: ConfigError, before the model is gathered without a run, a token or a connection (HF_HUB_OFFLINE=1), for a
     repository that may not be written and an unknown metric, later for an upload that fails; as `save` and `export`.
@@ -69,8 +72,13 @@ def push_to_hub(
         card = model_card(files, repo, metric, kind_of(folder))
         with _reaching(asked):
             message = "Upload with hybridflow"
-            files = {"allow_patterns": [*_SAVED], "ignore_patterns": ["*/*"]}  # * is any text, also a/b
-            api.upload_folder(repo_id=repo, folder_path=folder, **files, commit_message=message)
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                commit_message=message,
+                allow_patterns=[escape(str(path.relative_to(folder))) for each in _SAVED for path in folder.glob(each)],
+                delete_patterns=[escape(name) for name in api.list_repo_files(repo) if _EARLIER.fullmatch(name)],
+            )
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo)
     return f"{api.endpoint}/{repo}"
 

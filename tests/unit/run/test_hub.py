@@ -64,7 +64,9 @@ def run(tmp_path, model) -> Path:
         )
     (directory / "model").symlink_to(model)
     (model / "notes.bak").write_text("no file of a model")
-    (model / "data").mkdir(exist_ok=True)
+    for name in ("data", "additional_chat_templates"):
+        (model / name).mkdir(exist_ok=True)
+    (model / "additional_chat_templates" / "tool use.jinja").write_text("{{ messages }}")
     (model / "data" / "private.txt").write_text("no file of a model")
     return directory
 
@@ -92,6 +94,7 @@ def test_the_files_and_the_card_of_a_run_are_uploaded(run, model, hub, monkeypat
     saved = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix in (".json", ".safetensors")}
     text = hub.files["me/tiny"].pop("README.md").decode()
     assert {name: hub.files["me/tiny"][name] for name in saved} == saved
+    assert hub.files["me/tiny"]["additional_chat_templates/tool use.jinja"] == b"{{ messages }}"
     assert not {"notes.bak", "data/private.txt"} & set(hub.files["me/tiny"])
 
     card = ModelCard(text)
@@ -115,6 +118,19 @@ def test_the_files_and_the_card_of_a_run_are_uploaded(run, model, hub, monkeypat
     assert settings["actor.generate.sampling.stop_token_ids"] == "[7, 8]"
     for package in ("hybridflow", "torch", "transformers"):
         assert cells(text, "Versions")[package] == importlib.metadata.version(package)
+
+
+def test_weights_of_an_earlier_upload_do_not_stay_beside_the_new(run, model, hub):
+    """vLLM and transformers would read what an index of shards names, and adapters."""
+    stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json")
+    kept = ("onnx/other.safetensors", "LICENSE", "notes.json")
+    hub.files["me/tiny"] = dict.fromkeys((*stale, *kept, "config.json", "model.safetensors"), b"earlier")
+    hf.push_to_hub(run / "model", "me/tiny")
+    files = hub.files["me/tiny"]
+    assert not {*stale} & {*files}
+    assert {*kept} <= {*files}
+    assert all(files[name] == (model / name).read_bytes() for name in ("config.json", "model.safetensors"))
+    assert [path for _, path in hub.asked].count("/api/models/me/tiny/commit/main") == 2  # with the card's
 
 
 def test_secrets_of_settings_do_not_reach_the_card(run, hub, monkeypatch):
