@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
-from hybridflow.engines.checkpoint.export import export
+from hybridflow.engines.checkpoint.export import export_here
 from hybridflow.errors import ConfigError
 from hybridflow.run.model_card import kind_of, model_card
 from hybridflow.run.training_run import Run
@@ -68,8 +68,8 @@ def push_to_hub(
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
         api.auth_check(repo, write=True)
     with tempfile.TemporaryDirectory(prefix=".push-", dir=files.directory) as scratch:
-        folder = _saved(model, Path(scratch) / "model", how)
-        card = model_card(files, repo, metric, kind_of(folder))
+        folder, step = _saved(model, Path(scratch) / "model", how)
+        card = model_card(files, repo, metric, kind_of(folder), step)
         with _reaching(asked):
             message = "Upload with hybridflow"
             api.upload_folder(
@@ -99,18 +99,18 @@ def _run_files(model: Source, run: Run | str | os.PathLike[str] | None, asked: s
     return RunFiles.of(next((each for each in above if any((each / name).is_file() for name in FILES)), path))
 
 
-def _saved(model: Source, folder: Path, how: dict[str, Any]) -> Path:
-    """A directory with the model: `folder`, or the one that was given. Errors: ConfigError for options of that."""
+def _saved(model: Source, folder: Path, how: dict[str, Any]) -> tuple[Path, int | None]:
+    """A directory with the model, `folder` or the one that was given, and the step of its checkpoint. Errors:
+    ConfigError for options of a directory that was given."""
     if isinstance(model, WorkerGroup):
         model.save(folder, **how)
-        return folder
+        return folder, None
     path = model.directory if isinstance(model, Run) else Path(model)
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         if how:
             raise ConfigError(f"push_to_hub({path}): its files are uploaded as they are. Leave {next(iter(how))} out.")
-        return path
-    export(path, folder, **how)
-    return folder
+        return path, None
+    return folder, export_here(path, folder, **how)
 
 
 @contextmanager

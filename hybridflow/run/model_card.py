@@ -35,12 +35,23 @@ _RANDOM = re.compile(  # by its first letters, or by letters among figures
 )
 
 
-def model_card(run: RunFiles, name: str, metric: str | None = None, found: Mapping[str, Any] | None = None) -> str:
+def model_card(
+    run: RunFiles,
+    name: str,
+    metric: str | None = None,
+    found: Mapping[str, Any] | None = None,
+    step: int | None = None,
+) -> str:
     """The card of the model `name`. `metric`: of the curve; None: the mean reward, or else the loss. `found` is added
-    to the YAML. Secrets in settings are left out. Errors: ConfigError for a metric that the run has not."""
+    to the YAML. `step`: that of the model's checkpoint; what the run did later is left out, as are secrets in settings.
+    Errors: ConfigError for a metric that the run has not."""
     settings, notes = ({key: _public(key, text) for key, text in run.values(of).items()} for of in _FILES)
     lines = [line for line in run.lines("metrics.jsonl") if type(line.get("step")) is int]
     known = {key for line in lines for key in line}
+    done = total = lines[-1]["step"] if lines else 0
+    if step is not None and step < total:
+        done, notes = step, {}  # notes are of the run's end
+        lines = [line for line in lines if line["step"] <= step]
     metric = metric or next((each for each in _CURVES if each in known), None)
     if metric is not None and metric not in known:
         raise ConfigError(f"metric={metric!r}: the run in {run.directory} has none.{nearest(metric, known)}")
@@ -52,6 +63,7 @@ def model_card(run: RunFiles, name: str, metric: str | None = None, found: Mappi
     head = {key: value for key, value in (head | {"tags": tags} | dict(found or {})).items() if value}
     held_out = {key: value for line in lines for key, value in line.items() if key.startswith("held_out/")}
     curve = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None] if metric else []
+    of = f"(a checkpoint; the run made {total}) " if done < total else ""
     every = max(1, -(-len(curve) // _POINTS))
     versions = dict[str, str]()
     for package in _PACKAGES:
@@ -59,7 +71,7 @@ def model_card(run: RunFiles, name: str, metric: str | None = None, found: Mappi
             versions[package] = version(package)
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {name.rpartition('/')[2]}",
-        f"{base or 'A model'} after {lines[-1]['step'] if lines else 0} iterations of `{recipe}` with hybridflow.",
+        f"{base or 'A model'} after {done} iterations {of}of `{recipe}` with hybridflow.",
         *_table("Held-out figures", ("", ""), {**notes, **held_out}),
         *_table("Curve", ("iteration", metric), dict([*curve[::every], *curve[-1:]])),
         *_table("Settings", ("", ""), settings),

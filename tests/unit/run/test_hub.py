@@ -17,6 +17,7 @@ from hybridflow.tracing.trace import trace_driver
 from hybridflow.tracking.tracker import Tracker
 from tests import tiny_models
 from tests.hub_server import TOKEN, served_hub
+from tests.unit.engines.test_export import write_run
 
 SECRETS = {
     "api_key": "plainsecretvalue1",
@@ -146,6 +147,16 @@ def test_secrets_of_settings_do_not_reach_the_card(run, hub, monkeypatch):
     assert settings["track"] == '["wandb"]'
     assert cells(text, "Held-out figures")["best_checkpoint"] == "step-00000040, held_out/reward 0.312"
     assert settings["password"] == settings["api_key"] == settings["wandb.apiKey"] == "(removed)"
+
+
+def test_the_card_of_a_checkpoint_ends_with_its_step(run, model, hub):
+    path, _ = write_run(run / "checkpoints", model, step=20)
+    for given in (path, run):  # of the run: its newest checkpoint
+        hf.push_to_hub(given, "me/tiny")
+        text = hub.files["me/tiny"]["README.md"].decode()
+        assert "after 20 iterations (a checkpoint; the run made 40) of `grpo`" in text
+        assert cells(text, "Held-out figures") == {"held_out/reward": "0.15625"}
+        assert max(map(int, cells(text, "Curve"))) == 20
 
 
 def test_another_curve_and_a_public_repository(run, hub):
