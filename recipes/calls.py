@@ -34,6 +34,11 @@ def read(given: Any) -> list[Call]:
         found.append((role, operation, options))
     if not {"actor", "reward"} <= {role for role, _, _ in found}:
         raise ConfigError("loop: give calls of the actor and of the reward, as in recipes/from_config.yaml.")
+    called = [operation for _, operation, _ in found]
+    if called.count("generate_sequences") > 1:
+        raise ConfigError("loop: a second generate_sequences would overwrite the answers of the first. Give one.")
+    if not any(operation.startswith("update_") for operation in called):
+        raise ConfigError("loop: no call updates a model. Give one such as - actor.update_actor.")
     return found
 
 

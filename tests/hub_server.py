@@ -80,6 +80,10 @@ class _Handler(BaseHTTPRequestHandler):
         if path.endswith("/auth-check/write"):
             return 200, {}
         repo = "/".join(path.removeprefix("/api/models/").strip("/").split("/")[:2])
+        if path.endswith("/tree/main"):
+            return 200, [
+                {"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.server.files.get(repo, ())
+            ]
         if path.endswith("/preupload/main"):
             modes = {True: "lfs", False: "regular"}
             files = json.loads(body)["files"]
@@ -95,6 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
                 value = line["value"]
                 if line["key"] == "file":
                     kept[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "deletedFile":
+                    del kept[value["path"]]
                 elif line["key"] == "lfsFile":
                     kept[value["path"]] = self.server.large[value["oid"]]
                     assert hashlib.sha256(kept[value["path"]]).hexdigest() == value["oid"]

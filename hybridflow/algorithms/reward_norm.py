@@ -37,15 +37,15 @@ class RunningNorm(Controller):
 
     @property
     def std(self) -> float:
-        count, _, squares = self.state
-        return math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+        count, mean, squares = self.state
+        found = math.sqrt(squares / max(1.0, count - 1))
+        return found if found > 1e-12 * max(1.0, abs(mean)) else 0.0  # equal rewards differ by rounding
 
     def __call__(self, rewards_V: Tensor) -> Tensor:
         """Take in the rewards, float64; returns them normalised."""
         if not len(rewards_V):
             return rewards_V
-        (before, mean, squares), new = self.state, len(rewards_V)
-        own = float(rewards_V.mean())
+        (before, mean, squares), new, own = self.state, len(rewards_V), float(rewards_V.mean())
         count, apart = before + new, own - mean
         squares += float((rewards_V - own).square().sum()) + apart**2 * before * new / count
         self.state = [count, mean + apart * new / count, squares]

@@ -53,20 +53,22 @@ class ControllerWorker:
         reward_norm: RunningNorm | None = None,
     ) -> Batch:
         call = AdvantageCall.of(estimator, options, kl_coef, kl, reward_norm)
+        restored = [*self._restored]
         for controller in call.controllers:
-            controller.state = self._state_of(controller)
+            controller.state = self._state_of(controller, restored)
         out = call(batch)
+        self._restored = restored  # after a call that fails the next one still finds its state
         self._states |= {one.identity: (type(one).__name__, one.state) for one in call.controllers}
         return out
 
-    def _state_of(self, controller: Controller) -> Any:
+    def _state_of(self, controller: Controller, restored: list[tuple[str, str, Any]]) -> Any:
         """Its state. In a run that continues, a new object takes the next state of its kind."""
         if controller.identity in self._states:
             return self._states[controller.identity][1]
-        found = next((one for one in self._restored if one[1] == type(controller).__name__), None)
+        found = next((one for one in restored if one[1] == type(controller).__name__), None)
         if found is None:
             return controller.state
-        self._restored.remove(found)
+        restored.remove(found)
         return found[2]
 
     def state(self) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.parameter_groups import GroupSettings, settings_of
 from hybridflow.engines.sharded_model import Shards
 
+logger = logging.getLogger(__name__)
 INITIAL_SCALE, SCALE_GROWTH, GROWTH_INTERVAL, HYSTERESIS = 2.0**16, 2.0, 1000, 2
 
 
@@ -202,13 +204,20 @@ class ShardOptimizer:
     def counters(self) -> dict[str, Any]:
         """Updates made, the state of the loss scale, and changed settings; plain values."""
         scale = {} if self.scale is None else self.scale.state()
-        return {"steps": self.steps, "loss_scale": scale, "changes": self._changes}
+        replaced = {name: repr(getattr(self._given, name)) for name in self._changes}
+        return {"steps": self.steps, "loss_scale": scale, "changes": self._changes, "replaced": replaced}
 
     def moved(self, counters: Mapping[str, Any]) -> None:
         """Main parameters and moments were written from outside: continue with `counters`, copy main ones to the
         parameters. Collective over the data parallel ranks."""
         self.steps = counters["steps"]
         self.change(counters.get("changes", {}), before={})
+        for name, replaced in counters.get("replaced", {}).items():
+            if (given := getattr(self._given, name)) != self._changes[name] and repr(given) != replaced:
+                logger.warning(
+                    "The checkpoint's set_optimizer(%s=%r) replaced %s, and replaces %r of this program too. Call "
+                    "set_optimizer for another value.", name, self._changes[name], replaced, given,
+                )  # fmt: skip
         if isinstance(self.settings, config.Adam):
             for main in self.shards.main.values():
                 self.torch.state[main]["step"].fill_(self.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.train_engine import TrainEngine
+
+_ROOM = 1 << 20  # float32 numbers that are taken in at once
 
 
 class WeightAverage:
@@ -27,17 +30,20 @@ class WeightAverage:
         self._device = torch.device("cpu") if on_host else engine.device
         weights = engine.storage().items()
         self._average = {name: weight.to(self._device, torch.float32, copy=True) for name, weight in weights}
+        widest = max((math.prod(weight.shape[1:]) for _, weight in weights), default=0)
+        # made here: a rank that ran out of memory in an update would be a step behind the others
+        self._room = torch.empty(max(_ROOM, widest), dtype=torch.float32, device=self._device)
         self.memory = Residency(self._average, engine.device)
         self.layout = self.optimizer_layout = engine.layout
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights that have been written into the model."""
-        weights = self._engine.storage()
-        most = max((weight.numel() for weight in weights.values()), default=0)
-        room = torch.empty(most, dtype=torch.float32, device=self._device)  # first: nothing changes without memory
-        for name, weight in weights.items():
-            self._average[name].lerp_(room[: weight.numel()].view(weight.shape).copy_(weight), 1 - self._decay)
+        for name, weight in self._engine.storage().items():
+            whole, average = torch.atleast_1d(weight, self._average[name])
+            rows = max(1, len(self._room) // max(1, math.prod(whole.shape[1:])))
+            for new, own in zip(whole.split(rows), average.split(rows), strict=True):
+                own.lerp_(self._room[: new.numel()].view(new.shape).copy_(new), 1 - self._decay)
         self.optimizer_moved({})
 
     def storage(self) -> Mapping[str, Tensor]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
-from hybridflow.engines.checkpoint.export import export
+from hybridflow.engines.checkpoint.export import export_here
 from hybridflow.errors import ConfigError
 from hybridflow.run.model_card import kind_of, model_card
 from hybridflow.run.training_run import Run
 from hybridflow.tracking.report.run_files import FILES, RunFiles
 
-_SAVED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # what `save` writes
+_SAVED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*_templates/*.jinja")  # of `save`
+_EARLIER = re.compile(r"[^/]*\.safetensors(\.index\.json)?|(adapter_)?config\.json")  # would be read beside the new
 Source = WorkerGroup | Run | str | os.PathLike[str]
 
 
@@ -37,8 +40,8 @@ def push_to_hub(
     directory that either has written. `how` are options of `save` or `export` (`dtype`, `group`, `merged`). The card
     has the settings, the curve of `metric` (None: the mean reward, or else the loss), held-out figures and versions of
     `run` (None: of the model's), and no secrets of the settings. A new repository is `private`, one that is there
-    stays as it is; files of the same names are replaced. `token`: None for that of `hf auth login` or HF_TOKEN. What is
-    written here on the way lies in the run's directory, and is removed.
+    stays as it is; its weights and files of the same names are replaced. `token`: None for that of `hf auth login` or
+    HF_TOKEN. What is written here on the way lies in the run's directory, and is removed.
 
     Errors: ConfigError, before the model is gathered without a run, a token or a connection (HF_HUB_OFFLINE=1), for a
     repository that may not be written and an unknown metric, later for an upload that fails; as `save` and `export`.
@@ -65,11 +68,17 @@ def push_to_hub(
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
         api.auth_check(repo, write=True)
     with tempfile.TemporaryDirectory(prefix=".push-", dir=files.directory) as scratch:
-        folder = _saved(model, Path(scratch) / "model", how)
-        card = model_card(files, repo, metric, kind_of(folder))
+        folder, step = _saved(model, Path(scratch) / "model", how)
+        card = model_card(files, repo, metric, kind_of(folder), step)
         with _reaching(asked):
             message = "Upload with hybridflow"
-            api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=[*_SAVED], commit_message=message)
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                commit_message=message,
+                allow_patterns=[escape(str(path.relative_to(folder))) for each in _SAVED for path in folder.glob(each)],
+                delete_patterns=[escape(name) for name in api.list_repo_files(repo) if _EARLIER.fullmatch(name)],
+            )
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo)
     return f"{api.endpoint}/{repo}"
 
@@ -90,18 +99,18 @@ def _run_files(model: Source, run: Run | str | os.PathLike[str] | None, asked: s
     return RunFiles.of(next((each for each in above if any((each / name).is_file() for name in FILES)), path))
 
 
-def _saved(model: Source, folder: Path, how: dict[str, Any]) -> Path:
-    """A directory with the model: `folder`, or the one that was given. Errors: ConfigError for options of that."""
+def _saved(model: Source, folder: Path, how: dict[str, Any]) -> tuple[Path, int | None]:
+    """A directory with the model, `folder` or the one that was given, and the step of its checkpoint. Errors:
+    ConfigError for options of a directory that was given."""
     if isinstance(model, WorkerGroup):
         model.save(folder, **how)
-        return folder
+        return folder, None
     path = model.directory if isinstance(model, Run) else Path(model)
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         if how:
             raise ConfigError(f"push_to_hub({path}): its files are uploaded as they are. Leave {next(iter(how))} out.")
-        return path
-    export(path, folder, **how)
-    return folder
+        return path, None
+    return folder, export_here(path, folder, **how)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
-from hybridflow.planner.describe.graph import Graph
+from hybridflow.planner.describe.graph import Graph, keeps_average
 from hybridflow.settings import require
 from hybridflow.tracing.trace_backend import NoProcessError, SampledRows, TraceBackend, placeholder_columns
 from hybridflow.workers.model_worker import find_checkpoint
@@ -138,6 +138,7 @@ def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trac
     program.models |= _models(groups, instead)
     trains = {name: group.settings.get("train") for name, group in groups.items()}
     program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
+    program.averaged = frozenset(name for name, group in groups.items() if keeps_average(group.settings))
     return Trace(program.graph(), groups, round(program.rows), backend.sampled, backend.elastic)
 
 

@@ -503,6 +503,12 @@ def test_a_loop_that_is_read_is_tried_before_anything_starts(small, capsys):
         ("{n: 8}", "{nn: 8}", "nn"),
         ("clip: 0.2", "clp: 0.2", "Did you mean 'clip'"),
         ("  - reward.compute_reward", "", "give calls of the actor and of the reward"),
+        (
+            "  - reward.compute_reward",
+            "  - reward.compute_reward\n  - actor.generate_sequences",
+            "overwrite the answers",
+        ),
+        ("  - actor.update_actor:", "  - actor.compute_log_prob:", "no call updates a model"),
         ("  - reward.compute_reward", "  - 7", "7 is no call. Write lines like"),
         ("  - reward.compute_reward", "  - {reward.compute_reward: 3}", "is no call"),
         ("  - reference.compute_ref_log_prob", "", "ref_log_probs"),

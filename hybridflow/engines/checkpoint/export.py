@@ -61,11 +61,13 @@ def export(
     check_dtype(dtype)
     remote = opened(directory)
     with fetched_checkpoint(checkpoint) as here, written_here(directory) as target:
-        _export(here, target, group, dtype)
+        export_here(here, target, group, dtype)
     return os.path.abspath(directory) if remote is None else remote.address
 
 
-def _export(checkpoint: Path, directory: Path, group: str, dtype: DType | None) -> None:
+def export_here(checkpoint: Path, directory: Path, group: str = "actor", dtype: DType | None = None) -> int:
+    """`export` without addresses; returns the step of the checkpoint."""
+    check_dtype(dtype)
     found, damaged = _candidates(checkpoint), list[CheckpointError]()
     for path in found:
         try:
@@ -83,7 +85,7 @@ def _export(checkpoint: Path, directory: Path, group: str, dtype: DType | None) 
         if path.resolve() in (target, *target.parents):
             raise ConfigError(f"{directory} is in the checkpoint {path}: choose a directory outside of it.")
         _write(target, path, saved, tensors, dtype)
-        return
+        return manifest.step
     if len(damaged) == 1:
         raise damaged[0]
     raise CheckpointError(f"none of the {len(damaged)} checkpoints in {checkpoint} is whole. The first: {damaged[0]}")

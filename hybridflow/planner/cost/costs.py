@@ -338,7 +338,8 @@ class Costs:
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
         context = self.context(group, plan)
-        return DeviceMemory() if context is None else memory.static(context, group in self.graph.trained)
+        graph = self.graph
+        return memory.static(context, group in graph.trained, group in graph.averaged) if context else DeviceMemory()
 
     def static(self, group: str, plan: CallPlan) -> float:
         return self.still(group, plan).static

@@ -28,10 +28,11 @@ class DeviceMemory:
     """A second copy of the parameters, in the layout of a call that has its own."""
     gathered: float = 0.0
     """Parameters of other ranks, and gradients that are not theirs yet."""
+    average: float = 0.0
 
     @cached_property
     def static(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.average
 
     @cached_property
     def active(self) -> float:
@@ -51,13 +52,13 @@ def weights(context: CallContext) -> float:
     return max(context.size.stage(context.parallel.p)) / context.parallel.weights[1] * context.itemsize
 
 
-def static(context: CallContext, trained: bool) -> DeviceMemory:
+def static(context: CallContext, trained: bool, averaged: bool = False) -> DeviceMemory:
     """As the engines hold them, whose bytes per parameter docs/backends.md has."""
     backend, parameters = context.backend, weights(context)
     if backend.offload and backend.sharded:
         return DeviceMemory()
     if not trained:
-        return DeviceMemory(parameters=parameters)
+        return DeviceMemory(parameters=parameters, average=averaged * parameters / context.itemsize * MAIN)
     if backend.lora is not None:
         layer, outside = context.trained
         own = (context.size.layers * layer + outside) / context.parallel.shards

@@ -20,7 +20,7 @@ from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import DeviceMemory
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
-from hybridflow.planner.describe.graph import Graph
+from hybridflow.planner.describe.graph import Graph, keeps_average
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.topology import RankGrid
@@ -44,7 +44,8 @@ class PlacedGroup:
             return None
         node = NodeSpec(DeviceSpec("device", 1.0, _DTYPES, 1.0), grid.size, 1.0)
         trained = frozenset() if settings.get("optim") is None else frozenset((name,))
-        graph = Graph((), (), {name: model}, trained, {name: settings["train"]})
+        averaged = frozenset((name,)) if keeps_average(settings) else frozenset[str]()
+        graph = Graph((), (), {name: model}, trained, {name: settings["train"]}, averaged)
         try:
             costs = Costs(ClusterSpec((node,), 1.0), graph, Workload(rows=1, prompt=1, response=1))
             backend = costs.backends[name]
@@ -68,8 +69,7 @@ class PlacedGroup:
             return {}
         still, known = self.still, not isinstance(self.settings.get("optim"), SGD)  # SGD's state is less than Adam's
         found = {"weights": still.parameters, "gradients": still.gradients, "optimizer": still.optimizer * known}
-        if self.settings.get("ema_decay") is not None and offload is not True:
-            found["average"] = still.parameters  # or more: it has 32 bits
+        found["average"] = still.average
         if self.backend.sharded and phase != "updates":
             found["gradients"] = 0.0  # every step frees them
         if phase == "generates" and generate is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hybridflow.config import TrainStrategy
 from hybridflow.errors import ConfigError, nearest
@@ -64,6 +64,8 @@ class Graph:
     """Groups whose weights a call of the loop steps."""
     strategies: Mapping[str, TrainStrategy] = field(default_factory=dict)
     """By group, what its model is trained and kept with: `Megatron` where none is given."""
+    averaged: frozenset[str] = frozenset()
+    """Groups that keep a moving average of their weights on their devices."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Call]:
@@ -95,6 +97,10 @@ class Graph:
 
     def into(self, name: str) -> tuple[Edge, ...]:
         return tuple(edge for edge in self.edges if edge.target == name)
+
+
+def keeps_average(settings: Mapping[str, Any]) -> bool:
+    return settings.get("ema_decay") is not None and settings.get("offload") is not True
 
 
 class WeightMove(NamedTuple):
@@ -147,6 +153,7 @@ class GraphBuilder:
 
     models: dict[str, ModelSpec | None] = field(default_factory=dict)
     strategies: dict[str, TrainStrategy] = field(default_factory=dict)
+    averaged: frozenset[str] = frozenset()
     iteration: int = 0
     stream: tuple[int, bool] = (0, False)  # `ahead` and `continuous` of the calls to come
     _calls: dict[str, Call] = field(default_factory=dict)
@@ -234,7 +241,7 @@ class GraphBuilder:
         functions = {call for call in calls if call.kind == "inference" and models[call.group] is None}
         calls = tuple(replace(call, kind="function") if call in functions else call for call in calls)
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
-        graph = Graph(calls, tuple(edges), models, self.trained, strategies)
+        graph = Graph(calls, tuple(edges), models, self.trained, strategies, self.averaged & models.keys())
         ahead = {call.name: call.ahead for call in calls}
         needed = self._without_implied(graph)
         later = (replace(e, distance=e.distance + ahead[e.target]) if e.distance else e for e in needed)

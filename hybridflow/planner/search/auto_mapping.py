@@ -74,7 +74,7 @@ class AutoMapping:
         for group in graph.groups:
             calls = tuple((c.kind, c.rows, c.minibatches, c.epochs) for c in graph.of_group(group))
             own = graph.models[group], graph.strategies.get(group), group in graph.trained, calls
-            kind = (*own, rules.pins.get(group), rules.caps.get(group))
+            kind = (*own, group in graph.averaged, rules.pins.get(group), rules.caps.get(group))
             self.kinds[group] = known.setdefault(kind, len(known))
         self.example = {kind: group for group, kind in self.kinds.items()}
         self.allocations = self.tried = 0

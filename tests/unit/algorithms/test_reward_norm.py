@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hybridflow import Batch, Ragged
 from hybridflow.algorithms import RunningNorm
 from hybridflow.algorithms.advantage import compute_advantage
+from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.errors import BatchError, ConfigError
 
 numbers = st.floats(-1e4, 1e4, width=32)
@@ -112,3 +114,30 @@ def test_what_would_have_no_effect_is_refused(estimator, options, says):
         compute_advantage(rows([1.0, 2.0], [1, 1]), estimator, **options)
     with pytest.raises(ConfigError, match="clip"):
         RunningNorm(clip=0.0)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("reward", [0.1, 1e6 / 3])
+def test_equal_rewards_are_not_divided_by_their_rounding(center: bool, reward: float):
+    norm, rewards = RunningNorm(center=center), torch.full((12,), reward, dtype=torch.float64)
+    for _ in range(3):
+        found = norm(rewards)
+    assert norm.std == 0.0
+    assert found.tolist() == pytest.approx([0.0 if center else reward] * 12, abs=1e-9)
+
+
+def test_a_statistic_of_a_checkpoint_outlasts_a_call_that_fails():
+    def advantages(worker: ControllerWorker, norm: RunningNorm, rewards: list[float]) -> None:
+        worker.compute_advantage(rows(rewards, [3, 3]), "reinforce", None, None, {}, norm)
+
+    saved, worker, norm = ControllerWorker(), ControllerWorker(), RunningNorm()
+    for _ in range(5):
+        advantages(saved, norm, [10.0, 12.0])
+    worker.load_state(saved.state())
+    continued = RunningNorm()
+    with pytest.raises(BatchError):
+        advantages(worker, pickle.loads(pickle.dumps(continued)), [10.0, float("nan")])
+    assert worker.state() == saved.state()
+    advantages(worker, continued, [10.0, 12.0])
+    ((_, _, state),) = worker.state()
+    assert state[0] == 12

@@ -57,6 +57,16 @@ def test_offloaded_state_is_not_counted(offload: Any, fits: bool):
     assert (check_resident(driver(0.5, offload=offload), DEVICE) == "") == fits
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_moving_average_is_float32_and_in_the_plan(dtype: Any):
+    train = hf.ZeRO(stage=1, dtype=dtype)
+    plain, averaged = (group("reference", 4, train=train, ema_decay=decay) for decay in (None, 0.99))
+    own = averaged.resident("computes", DEVICE)
+    assert own["average"] == own["weights"] * (2 if dtype == "bfloat16" else 1)
+    assert averaged.still.static == plain.still.static + own["average"]
+    assert "average" not in group("reference", 4, train=train, ema_decay=0.99, offload=True).resident("x", DEVICE)
+
+
 def test_an_idle_model_counts_in_its_own_calls_only():
     settings: dict[str, Any] = {"train": hf.Megatron(), "offload": True}
     idle = [group(name, 1, **settings) for name in ("first", "second", "third")]

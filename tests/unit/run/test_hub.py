@@ -17,6 +17,7 @@ from hybridflow.tracing.trace import trace_driver
 from hybridflow.tracking.tracker import Tracker
 from tests import tiny_models
 from tests.hub_server import TOKEN, served_hub
+from tests.unit.engines.test_export import write_run
 
 SECRETS = {
     "api_key": "plainsecretvalue1",
@@ -28,6 +29,15 @@ SECRETS = {
     "note": "with hf_plainsecretvalue9abcdef in it",
     "of_the_environment": "left|*plainsecretvalue10",
     "args": "--api-key=plainsecretvalue11 --verbose",
+    "mirror": "https://me:plainsecretvalue12/def@host",
+    "store": "s3://key:wJalrXUt/plainsecretvalue13@bucket/run",
+    "server": {"pwd": "plainsecretvalue14", "accesskey": "plainsecretvalue15", "passphrase": "plainsecretvalue16 y"},
+    "alerts": ["https://hooks.slack.com/services/plainsecretvalue17", {"to": "plainsecretvalue18"}],
+    "robot": "ghs_plainsecretvalueabcdef",
+    "grader": {"api_key": 8123456789},
+    "env": {"WANDB_API_KEY": "8123456789"},
+    "cmd": "curl -u bob:plainsecretvalue19 http://x",
+    "random": "runs/wJalrXUtnFEMI7K7MDENG",
 }
 CONFIG = {
     "name": "grpo",
@@ -55,6 +65,10 @@ def run(tmp_path, model) -> Path:
         )
     (directory / "model").symlink_to(model)
     (model / "notes.bak").write_text("no file of a model")
+    for name in ("data", "additional_chat_templates"):
+        (model / name).mkdir(exist_ok=True)
+    (model / "additional_chat_templates" / "tool use.jinja").write_text("{{ messages }}")
+    (model / "data" / "private.txt").write_text("no file of a model")
     return directory
 
 
@@ -81,7 +95,8 @@ def test_the_files_and_the_card_of_a_run_are_uploaded(run, model, hub, monkeypat
     saved = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix in (".json", ".safetensors")}
     text = hub.files["me/tiny"].pop("README.md").decode()
     assert {name: hub.files["me/tiny"][name] for name in saved} == saved
-    assert "notes.bak" not in hub.files["me/tiny"]
+    assert hub.files["me/tiny"]["additional_chat_templates/tool use.jinja"] == b"{{ messages }}"
+    assert not {"notes.bak", "data/private.txt"} & set(hub.files["me/tiny"])
 
     card = ModelCard(text)
     assert card.data.base_model == "Qwen/Qwen3-0.6B"
@@ -106,17 +121,42 @@ def test_the_files_and_the_card_of_a_run_are_uploaded(run, model, hub, monkeypat
         assert cells(text, "Versions")[package] == importlib.metadata.version(package)
 
 
+def test_weights_of_an_earlier_upload_do_not_stay_beside_the_new(run, model, hub):
+    """vLLM and transformers would read what an index of shards names, and adapters."""
+    stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json")
+    kept = ("onnx/other.safetensors", "LICENSE", "notes.json")
+    hub.files["me/tiny"] = dict.fromkeys((*stale, *kept, "config.json", "model.safetensors"), b"earlier")
+    hf.push_to_hub(run / "model", "me/tiny")
+    files = hub.files["me/tiny"]
+    assert not {*stale} & {*files}
+    assert {*kept} <= {*files}
+    assert all(files[name] == (model / name).read_bytes() for name in ("config.json", "model.safetensors"))
+    assert [path for _, path in hub.asked].count("/api/models/me/tiny/commit/main") == 2  # with the card's
+
+
 def test_secrets_of_settings_do_not_reach_the_card(run, hub, monkeypatch):
     monkeypatch.setenv("JUDGE_PASSWORD", "left|*plainsecretvalue10")
     hf.push_to_hub(run / "model", "me/tiny")
     text = hub.files["me/tiny"]["README.md"].decode()
-    assert not re.findall(r"plainsecretvalue\d*|8123456789", text)
+    assert not re.findall(r"plainsecretvalue\d*|8123456789|wJalrXUt", text)
     assert TOKEN not in text
     settings = cells(text, "Settings")
-    assert settings["database"] == "postgres://(removed)@db.example/x"
-    assert settings["judge"].startswith("https://judge.example/v1?version=2&api")
-    assert settings["judge"].endswith("(removed)&n=3")
+    assert settings["judge"] == "https://judge.example"
+    assert settings["alerts"] == '["https://hooks.slack.com", "(removed)"]'
+    assert settings["random"] == "runs/(removed)"
+    assert settings["track"] == '["wandb"]'
+    assert cells(text, "Held-out figures")["best_checkpoint"] == "step-00000040, held_out/reward 0.312"
     assert settings["password"] == settings["api_key"] == settings["wandb.apiKey"] == "(removed)"
+
+
+def test_the_card_of_a_checkpoint_ends_with_its_step(run, model, hub):
+    path, _ = write_run(run / "checkpoints", model, step=20)
+    for given in (path, run):  # of the run: its newest checkpoint
+        hf.push_to_hub(given, "me/tiny")
+        text = hub.files["me/tiny"]["README.md"].decode()
+        assert "after 20 iterations (a checkpoint; the run made 40) of `grpo`" in text
+        assert cells(text, "Held-out figures") == {"held_out/reward": "0.15625"}
+        assert max(map(int, cells(text, "Curve"))) == 20
 
 
 def test_another_curve_and_a_public_repository(run, hub):

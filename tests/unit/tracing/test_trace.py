@@ -403,6 +403,16 @@ def test_groups_as_one_parameter_and_prompts_of_ones_own(small: Path):
     assert graph.trained == frozenset()
 
 
+@pytest.mark.parametrize(("own", "kept"), [({"ema_decay": 0.9}, True), ({"ema_decay": 0.9, "offload": True}, False)])
+def test_a_moving_average_on_the_devices_is_in_the_graph(small: Path, own: dict[str, Any], kept: bool):
+    def step(groups, records):
+        groups.average.compute_ref_log_prob(groups.actor.generate_sequences(records))
+
+    average = hf.trace_spec(hf.ReferenceWorker, model=small / "model", **own)
+    graph = hf.trace(step, groups(small) | {"average": average}, prompts={"prompt": ["2+2="] * 3})
+    assert graph.averaged == (frozenset({"average"}) if kept else frozenset())
+
+
 def test_parameters_that_are_no_group(small: Path):
     with pytest.raises(ConfigError, match=r"'aktor'.*Did you mean 'actor'"):
         hf.trace(lambda prompts, aktor: None, groups(small))
