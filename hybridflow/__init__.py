@@ -121,6 +121,8 @@ _WHERE = {
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [*_NAMESPACES, *_MODULE_OF]
 __version__ = "0.1.0"
+importlib.import_module("hybridflow.run")  # the first import of the package binds its name here,
+del globals()["run"]  # which is that of the function
 
 
 def __getattr__(name: str) -> Any:

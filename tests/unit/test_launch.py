@@ -177,3 +177,9 @@ def test_a_driver_may_exit_in_its_check():
     check_driver(main, True, "bad results")
     with pytest.raises(SystemExit):
         check_driver(main, False, "bad settings")
+
+
+def test_the_function_keeps_its_name_beside_the_package_of_runs():
+    """`hybridflow.run` is a package, too, whose import binds its name."""
+    code = "import hybridflow as hf; hf.Run; import hybridflow.run.replay; assert callable(hf.run), hf.run"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -16,6 +16,7 @@ from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.errors import HostLostError, PlacementError
 from hybridflow.protocols.operation import operations, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.run import recovery
 from hybridflow.run.recovery import rebuild, replace_lost
 
 
@@ -113,7 +114,7 @@ def test_pools_that_are_half_rebuilt_are_replaced_too(session, monkeypatch):
     backend = placed(session)
     moment = SimpleNamespace(sources=dict.fromkeys("abc", "d"), step=3)
     for name, found in (("_keeps_state", False), ("_at", True), ("_step_back", None), ("follow", None)):
-        monkeypatch.setattr(f"hybridflow.run.recovery.{name}", lambda *_, found=found: found)
+        monkeypatch.setattr(recovery, name, lambda *_, found=found: found)
     first, second = session.pools
     backend.gone = {second.hosts[0].address}
     backend.steps, backend.fails = 0, 2
