@@ -42,6 +42,8 @@ _CLOSE_SECONDS = 60.0
 _DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
 _DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute_advantage(batch, "safe_rlhf", ...)')
 _DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat(n)"}
+_PLACED = {"ref_log_probs": "hf.ReferenceWorker and call compute_ref_log_prob"}
+_PLACED |= {"values": "hf.CriticWorker and call compute_values", "rewards": "hf.RewardWorker and call compute_reward"}
 
 CallSchedule = Mapping[str, Sequence[int | None]]
 """For each operation and each of its calls in an iteration: the index of a replica, or None for the primary. Further
@@ -348,6 +350,8 @@ class WorkerGroup:
         for group, name in every:
             if column in group.usually_writes(name) and group.can_run(name):
                 return f": call {group.name}.{name}(batch) first."
+        if column in _PLACED:
+            return f" and no group writes it: place {_PLACED[column]}(batch) first."
         return f" and no group writes it: the prompts must bring it.{nearest(column, ref.columns)}"
 
     def can_run(self, name: str) -> bool:

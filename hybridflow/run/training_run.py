@@ -19,7 +19,7 @@ from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory
 from hybridflow.held_out import HeldOut, HeldOutLoss
 from hybridflow.run.checkpoints import Checkpoints
 from hybridflow.run.run_state import metric_values
-from hybridflow.settings import by_name, is_address, staging_directory
+from hybridflow.settings import by_name, is_address, require, staging_directory
 from hybridflow.tracking.metric_loggers import Destinations
 from hybridflow.tracking.tracker import Tracker
 
@@ -89,6 +89,8 @@ class Run:
     def step(self, batch: Batch | BatchRef, *metrics: Any) -> None:
         """An iteration has been issued: its `metrics`, and those of `batch`, are logged; samples, evaluation and
         checkpoint follow where it is time for them. Errors: as `Tracker.log` and `Checkpoints.step`."""
+        right = isinstance(batch, Batch | BatchRef)
+        require(right, f"run.step(batch, *metrics): the batch comes first, and this is a {type(batch).__name__}.")
         found = metrics if isinstance(batch, Batch) else (batch.metrics(), *metrics)
         if self.held_out is not None:
             found = (*found, self.held_out.after(self.checkpoints.done + 1))

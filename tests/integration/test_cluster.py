@@ -338,6 +338,8 @@ def test_a_missing_column_names_who_writes_it(four, two, batch):
         two.copy(batch, column="copied")
     with pytest.raises(MissingColumnError, match=r"reads 'advantages'; .* call hf.compute_advantage\(batch"):
         two.copy(batch, column="advantages")
+    with pytest.raises(MissingColumnError, match=r"place hf.ReferenceWorker and call compute_ref_log_prob\(batch\)"):
+        two.copy(batch, column="ref_log_probs")
     with pytest.raises(MissingColumnError, match="no group writes it: the prompts must bring it"):
         two.copy(batch, column="unheard_of")
 

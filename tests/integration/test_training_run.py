@@ -202,3 +202,8 @@ def test_a_run_that_was_stopped_by_a_metric_has_ended(tmp_path, cluster, caplog,
         cluster.iterations.done_before = 0
     assert done[0] == (5 if continues else 1)
     assert ("this run has ended" in caplog.text) != continues
+
+
+def test_a_step_without_its_batch_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"run.step\(batch, \*metrics\): the batch comes first, and this is a dict"):
+        hf.Run(tmp_path / "run", console=False).step({"reward/mean": 1.0})  # type: ignore[arg-type]
