@@ -147,7 +147,8 @@ def checked(cls: type, name: str, value: Any) -> Any:
         return None
     shown = f"{cls.__name__}({name}={value!r})"
     if get_origin(kind) is Annotated:
-        more = f"{' or None' if optional else ''}{', and this is a text' if isinstance(value, str) else ''}"
+        text = ", and this is a text: write it without quotes" if isinstance(value, str) else ""
+        more = f"{' or None' if optional else ''}{text}"
         for check in kind.__metadata__:
             require(check.holds(value), f"{shown}: must be {check.words}{more}.")
         kind = kind.__origin__
