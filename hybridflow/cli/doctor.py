@@ -200,8 +200,8 @@ def shared_memory(directory: str = "/dev/shm", store: bool = True) -> Finding:
     use = shutil.disk_usage(directory)
     needed = min(_STORE_SHARE * (available() or use.total), _STORE_BYTES) if store else _MESSAGE_BYTES
     cure = (
-        f"{'The object store of Ray takes' if store else 'Messages between ranks take'} {_gib(needed)} here, or a slow "
-        f"disk: remove what killed programs left in "
+        f"{'Ray stores objects, else on a slow disk, in' if store else 'Messages between ranks take'} {_gib(needed)} "
+        f"here: remove what killed programs left in "
         f"{directory}, remount it larger, or start the container with --shm-size={int(needed / 2**30) + 1}g."
     )
     return Finding("shared memory", f"{_gib(use.free)} of {_gib(use.total)} free", cure if use.free < needed else "")

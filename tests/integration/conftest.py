@@ -81,6 +81,14 @@ def _alone(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def no_parts(cluster) -> Iterator[None]:
+    """No loader or tracker of another test is in checkpoints, and none of this one stays."""
+    cluster.parts.clear()
+    yield
+    cluster.parts.clear()
+
+
+@pytest.fixture
 def outward(cluster) -> Callable[[], list[str]]:
     """Sockets of the session's processes, the driver included, that other machines could reach."""
 

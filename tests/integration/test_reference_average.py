@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,13 @@ from hybridflow.errors import ConfigError, WorkerError
 from tests import tiny_models
 from tests.tiny_models import make_rows, response_log_probs
 
+pytestmark = pytest.mark.usefixtures("no_parts")
 Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(autouse=True)
-def _no_parts(cluster) -> Iterator[None]:
-    cluster.parts.clear()
-    yield
-    cluster.parts.clear()
 
 
 def weights(group: hf.WorkerGroup, path: Path) -> Weights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hybridflow.errors import ConfigError
 from tests import tiny_models
 from tests.tiny_models import make_rows
 
+pytestmark = pytest.mark.usefixtures("no_parts")
 ADAM = hf.Adam(lr=0.02, eps=1e-3, schedule="linear", total_steps=10, min_lr=0.002)
 LAYOUTS: dict[str, tuple[Any, Any]] = {
     "megatron": (hf.Megatron(tp=2), ADAM),
@@ -27,13 +27,6 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(autouse=True)
-def _no_parts(cluster) -> Iterator[None]:
-    cluster.parts.clear()
-    yield
-    cluster.parts.clear()
 
 
 def update(actor: hf.WorkerGroup, seed: int) -> float:
