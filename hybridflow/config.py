@@ -175,13 +175,15 @@ class Megatron:
     `dtype` is the dtype of parameters and activations: None means bfloat16 on CUDA and float32 on CPU; with a 16-bit
     dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch; a single
     longer row still forms a micro-batch of its own. `packed` micro-batches are rows laid end to end without padding,
-    others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order; the
-    default is as even as possible, larger stages first.
+    others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order
+    (default: even). `ep` ranks of a stage share a mixture of experts, `etp` the columns of each (default: tp if ep=1).
     """
 
     tp: Size = 1
     pp: Size = 1
     dp: Size | None = None
+    ep: Size = 1
+    etp: Size | None = None
     sequence_parallel: bool = False
     dtype: DType | None = None
     micro_tokens: Size = 16384
@@ -198,7 +200,7 @@ class Megatron:
 
     def grid(self, devices: int) -> RankGrid:
         dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)
-        return RankGrid(p=self.pp, t=self.tp, d=dp)
+        return RankGrid(p=self.pp, t=self.tp, d=dp, ep=self.ep, etp=self.etp)
 
 
 @settings

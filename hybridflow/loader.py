@@ -14,7 +14,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
-from hybridflow.config import FSDP, VLLM
+from hybridflow.config import VLLM
 from hybridflow.data.lm_dataset import TextSource, read_texts
 from hybridflow.data.mixture import MixtureSource
 from hybridflow.data.prompts import PromptSource
@@ -61,7 +61,7 @@ class PromptLoader(PromptSource):
         groups = [] if session is None else session.groups.values()
         every = [one.settings for group in groups for one in group.all_ranks]
         able = [one for one in every if isinstance(one.get("generate"), VLLM) and has_tokenizer(one["model"])]
-        limits = [prompt_limit(read_spec(one["model"], "lm", FSDP()), one["generate"]) for one in able]
+        limits = [prompt_limit(read_spec(one["model"], "lm"), one["generate"]) for one in able]
         if limits:
             most, model = max((limit, str(one["model"])) for limit, one in zip(limits, able, strict=True))
             self.prompts.check_fit(most, partial(load_tokenizer, model), model)

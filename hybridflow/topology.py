@@ -26,6 +26,15 @@ class Coords(NamedTuple):
     d: int
 
 
+class ExpertCoords(NamedTuple):
+    """Position of a rank among those that share experts."""
+
+    p: int
+    edp: int
+    ep: int
+    etp: int
+
+
 class GenerationCoords(NamedTuple):
     """Position of a rank in the generation grid: `micro` in 0..d_g-1 within training replica `d`.
 
@@ -96,8 +105,8 @@ class RankGrid(_RankArray):
     """The ranks of one group: pipeline, tensor and data parallel *sizes* p, t, d.
 
     An actor's grid also knows the sizes `p_g`, `t_g` of its generation groups (those of training when it has none)
-    and the `rule` that forms them (None: see `generation`).
-    Errors: PlacementError when a size is below one, and those of `GenerationGrid`.
+    and the `rule` that forms them (None: see `generation`). `ep` and `etp` are those of `experts`.
+    Errors: PlacementError when a size is below one, and those of `GenerationGrid` and `ExpertGrid`.
     """
 
     p: int = 1
@@ -106,10 +115,13 @@ class RankGrid(_RankArray):
     p_g: int | None = None
     t_g: int | None = None
     rule: GroupingRule | None = None
+    ep: int = 1
+    etp: int | None = None
     axes: ClassVar[tuple[str, ...]] = ("d", "p", "t")
 
     def __post_init__(self) -> None:
         check_sizes("parallel size", p=self.p, t=self.t, d=self.d)
+        _ = self.experts
         if (self.p_g, self.t_g, self.rule) != (None, None, None):
             self.generation()
 
@@ -120,6 +132,12 @@ class RankGrid(_RankArray):
     @cached_property
     def array(self) -> NDArray[np.int64]:  # type: ignore[override]
         return np.arange(self.size).reshape(self.d, self.p, self.t)
+
+    @cached_property
+    def experts(self) -> ExpertGrid:
+        """The same ranks by their parts of experts, which without ep and etp are cut as other layers are."""
+        etp = self.etp if self.etp is not None else (self.t if self.ep == 1 else 1)
+        return ExpertGrid(self.p, self.t, self.d, self.ep, etp)
 
     def coords(self, rank: int) -> Coords:
         """Errors: IndexError for a rank beyond the grid."""
@@ -147,6 +165,44 @@ class RankGrid(_RankArray):
         t = t if t is not None else self.t_g if self.t_g is not None else self.t
         divide = all(type(n) is int and n > 0 and whole % n == 0 for n, whole in ((p, self.p), (t, self.t)))
         return GenerationGrid(self, p, t, rule or self.rule or ("hybridflow" if divide else "general"))
+
+
+@dataclass(frozen=True)
+class ExpertGrid(_RankArray):
+    """The ranks of a group as a mixture of experts sees them: on each pipeline stage the d * t ranks, data parallel
+    slowest, are (edp, ep, etp). `ep` ranks share the experts, `etp` ranks the columns of each, `edp` hold the same.
+
+    Errors: PlacementError when ep * etp does not divide d * t.
+    """
+
+    p: int
+    t: int
+    d: int
+    ep: int
+    etp: int
+    axes: ClassVar[tuple[str, ...]] = ("p", "edp", "ep", "etp")
+
+    def __post_init__(self) -> None:
+        check_sizes("parallel size", ep=self.ep, etp=self.etp)
+        if self.d * self.t % (self.ep * self.etp):
+            raise PlacementError(
+                f"ep*etp = {self.ep}*{self.etp} does not divide the t*d = {self.t}*{self.d} ranks of a pipeline stage. "
+                f"Use ep*etp in {divisors(self.t * self.d)}."
+            )
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.d * self.t // (self.ep * self.etp)
+
+    @cached_property
+    def array(self) -> NDArray[np.int64]:  # type: ignore[override]
+        ranks = np.arange(self.d * self.p * self.t).reshape(self.d, self.p, self.t)
+        return ranks.transpose(1, 0, 2).reshape(self.p, self.edp, self.ep, self.etp)
+
+    def coords(self, rank: int) -> ExpertCoords:
+        """Errors: IndexError for a rank beyond the grid."""
+        return ExpertCoords(**self._at(rank))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.cli.doctor import Finding
-from hybridflow.config import FSDP, VLLM
+from hybridflow.config import VLLM
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.checkpoint.reader import INDEX, Checkpoint
 from hybridflow.engines.vllm.requirements import check, check_config
@@ -31,7 +31,7 @@ def examine_model(directory: Path) -> Iterator[Finding]:
     try:
         names = read_config(directory).get("architectures") or []
         classifies = any("SequenceClassification" in str(name) for name in names)
-        spec = read_spec(directory, "value" if classifies else "lm", FSDP())
+        spec = read_spec(directory, "value" if classifies else "lm")
         check_reading(directory, spec)
     except HybridFlowError as error:
         yield Finding("config", "refused", str(error))

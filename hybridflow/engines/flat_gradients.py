@@ -38,22 +38,22 @@ class FlatGradients:
         self,
         named: Mapping[str, nn.Parameter],
         units: Sequence[Unit],
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         *,
         whole: bool,
         devices: tuple[torch.device, torch.device],
         overlap: bool,
     ) -> None:
-        self._named, self._units, self._group, self._whole = named, units, group, whole
-        self._ranks, self._rank, self._in_flight = group.size(), group.rank(), int(overlap)
+        self._named, self._units, self._groups, self._whole = named, units, groups, whole
+        self._several, self._in_flight = any(group.size() > 1 for group in groups), int(overlap)
         self._device, kept_on = devices
         if whole:
             kept = [self._buffer(i) for i in range(len(units))]
-            self._shares, self._open = [buffer.view(self._ranks, -1)[self._rank] for buffer in kept], {}
+            self._shares, self._open = [self._own(i, buffer) for i, buffer in enumerate(kept)], {}
             self._open.update(enumerate(kept))
         else:
             flat: dict[str, Any] = {"dtype": torch.float32, "device": kept_on, "pin_memory": kept_on != self._device}
-            kept = [torch.zeros(unit.share(self._ranks), **flat) for unit in units]
+            kept = [torch.zeros(unit.share(group.size()), **flat) for unit, group in zip(units, groups, strict=True)]
             self._shares, self._open = kept, dict[int, Tensor]()
         self._kept = kept
         self.memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, self._device)
@@ -74,14 +74,19 @@ class FlatGradients:
         ]
 
     def _buffer(self, unit: int) -> Tensor:
-        return torch.zeros(self._units[unit].share(self._ranks) * self._ranks, dtype=torch.float32, device=self._device)
+        ranks = self._groups[unit].size()
+        return torch.zeros(self._units[unit].share(ranks) * ranks, dtype=torch.float32, device=self._device)
+
+    def _own(self, unit: int, buffer: Tensor) -> Tensor:
+        """This rank's share [n/N] of a unit's buffer [n]."""
+        return buffer.view(self._groups[unit].size(), -1)[self._groups[unit].rank()]
 
     def pieces(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
         """Flat views of this rank's parameter pieces in `shares` ([n/N] for each unit)."""
         found = {}
-        for unit, share in zip(self._units, shares):
-            for name, (first, last) in unit.owned(self._ranks, self._rank).items():
-                at = unit.places[name][0] + first - self._rank * len(share)
+        for unit, group, share in zip(self._units, self._groups, shares):
+            for name, (first, last) in unit.owned(group.size(), group.rank()).items():
+                at = unit.places[name][0] + first - group.rank() * len(share)
                 found[name] = share[at : at + last - first]
         return found
 
@@ -129,11 +134,11 @@ class FlatGradients:
         buffer = self._open.pop(unit, None)
         if buffer is None:
             buffer = self._buffer(unit)
-        if self._ranks == 1:
+        if (ranks := self._groups[unit].size()) == 1:
             self._add(unit, buffer)
         else:
-            sums = buffer.new_empty(len(buffer) // self._ranks)
-            self._sent.append((unit, sums, self._reduce_scatter(sums, buffer), buffer))
+            sums = buffer.new_empty(len(buffer) // ranks)
+            self._sent.append((unit, sums, self._reduce_scatter(unit, sums, buffer), buffer))
         self._next -= 1  # not before: out of memory, the unit is still to be sent
         del buffer
         self._receive(self._in_flight)
@@ -169,9 +174,9 @@ class FlatGradients:
         for unit in self._empty:
             self._shares[unit].zero_()
 
-    def _reduce_scatter(self, share: Tensor, buffer: Tensor) -> Any:
+    def _reduce_scatter(self, unit: int, share: Tensor, buffer: Tensor) -> Any:
         """Starts `share` [n/N] := this rank's part of the sum of all ranks' `buffer` [n], which it may be a part of."""
-        return dist.reduce_scatter_single(share, buffer, group=self._group, async_op=True)
+        return dist.reduce_scatter_single(share, buffer, group=self._groups[unit], async_op=True)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -181,12 +186,13 @@ class FlatGradients:
         """
         self.after_backward()
         self.finish()
-        if not self._whole or self._ranks == 1:
+        if not self._whole or not self._several:
             return
-        works = [self._reduce_scatter(own, buffer) for own, buffer in zip(self._shares, self._kept, strict=True)]
-        for own, buffer, work in zip(self._shares, self._kept, works, strict=True):
+        both = list(zip(self._shares, self._kept, strict=True))
+        works = [self._reduce_scatter(unit, own, buffer) for unit, (own, buffer) in enumerate(both)]
+        for group, (own, buffer), work in zip(self._groups, both, works, strict=True):
             work.wait()
-            first = self._rank * len(own)  # what others own is in their sums now
+            first = group.rank() * len(own)  # what others own is in their sums now
             buffer[:first].zero_()
             buffer[first + len(own) :].zero_()
 
@@ -196,8 +202,8 @@ class FlatGradients:
         """Whole gradients by canonical name, float32, summed over data parallel ranks; copies. Collective."""
         self.reduce()
         whole = [self._buffer(i) for i in range(len(self._units))]
-        for buffer, share in zip(whole, self._shares, strict=True):
-            dist.all_gather_single(buffer, share.to(self._device, non_blocking=True), group=self._group)
+        for group, buffer, share in zip(self._groups, whole, self._shares, strict=True):
+            dist.all_gather_single(buffer, share.to(self._device, non_blocking=True), group=group)
         return self._views(whole)
 
     def drop(self) -> None:

@@ -34,7 +34,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.", "defaul
 
 
 class FlatShards:
-    """Fulfils `Shards` over the data parallel ranks of `group`.
+    """Fulfils `Shards` over the data parallel ranks of `group`, units of experts over those of `expert_group`.
 
     Puts new parameters on the context's device in the place of `model`'s (which may be on the meta device: then their
     contents are zero); `units` are their names and shapes. A frozen model keeps only its parameters. `offload` keeps
@@ -53,6 +53,7 @@ class FlatShards:
         units: Sequence[Unit],
         group: dist.ProcessGroup,
         *,
+        expert_group: dist.ProcessGroup | None = None,
         stage: int = 1,
         offload: bool = False,
         overlap: bool | None = None,
@@ -61,11 +62,15 @@ class FlatShards:
         assert {*names} == {name for unit in units for name in unit.modules}, "units of another model"
         assert len({parameter.requires_grad for parameter in model.parameters()}) == 1, "partly frozen: use FSDP"
         self.model: Any = model
-        self._units, self._group, device = units, group, context.device
+        groups = [expert_group if unit.experts and expert_group is not None else group for unit in units]
+        self._units, self._groups, device = units, groups, context.device
         self._everyone, on_cuda = context.groups.everyone(), device.type == "cuda"
         self._host = torch.device("cpu") if offload else device
-        ranks, dtype = group.size(), next(model.parameters()).dtype
-        self._buffers = [torch.zeros(unit.share(ranks) * ranks, dtype=dtype, device=device) for unit in units]
+        ranks, dtype = max((one.size() for one in groups), default=1), next(model.parameters()).dtype
+        self._buffers = [
+            torch.zeros(unit.share(one.size()) * one.size(), dtype=dtype, device=device)
+            for unit, one in zip(units, groups, strict=True)
+        ]
         self.storage: Mapping[str, Tensor] = {
             name: tensor
             for unit, buffer in zip(units, self._buffers, strict=True)
@@ -78,12 +83,15 @@ class FlatShards:
         self.gradients: Any = FlatGradients(
             named if trained else {},
             units if trained else (),
-            group,
+            groups if trained else (),
             whole=stage == 1 or (ranks == 1 and not offload),  # on one rank a share is the whole: nothing is sent
             devices=(device, self._host if stage == 2 else device),
             overlap=on_cuda if overlap is None else overlap,
         )
-        self._own = self.gradients.pieces([buffer.view(ranks, -1)[group.rank()] for buffer in self._buffers])
+        self._shares = [
+            buffer.view(one.size(), -1)[one.rank()] for buffer, one in zip(self._buffers, groups, strict=True)
+        ]
+        self._own = self.gradients.pieces(self._shares)
         self.separate = trained and (dtype != torch.float32 or offload)
         self.main: Mapping[str, Tensor] = self._own
         if self.separate:
@@ -132,13 +140,11 @@ class FlatShards:
         if self.separate and (mine := [name for name in names if name in self.main]):
             mains = [self.main[name] for name in mine]
             torch._foreach_copy_([self._own[name] for name in mine], mains, non_blocking=True)
-        if (ranks := self._group.size()) == 1:
-            return
-        units = zip(self._units, self._buffers, strict=True)
-        wanted = [buffer for unit, buffer in units if not unit.parameters.keys().isdisjoint(names)]
+        units = zip(self._units, self._groups, self._buffers, self._shares, strict=True)
         works: list[Any] = [
-            dist.all_gather_single(buffer, buffer.view(ranks, -1)[self._group.rank()], group=self._group, async_op=True)
-            for buffer in wanted
+            dist.all_gather_single(buffer, share, group=group, async_op=True)
+            for unit, group, buffer, share in units
+            if group.size() > 1 and not unit.parameters.keys().isdisjoint(names)
         ]
         for work in works:
             work.wait()

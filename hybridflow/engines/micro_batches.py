@@ -78,7 +78,7 @@ class MicroBatch:
     how many of them belong to each row. A micro-batch without positions still reads one, which `selected` = 0 drops:
     every stage must run. Packed, `sequences` says where the rows lie in ids [1, S] (the last of them may be padding up
     to a multiple); padded it is None, and causal attention never looks at what stands behind a row. `columns` are what
-    a loss reads of the rows.
+    a loss reads of the rows, `routing` [b, S, layers, k] int16 the experts that each token goes to (-1: not said).
     """
 
     rows: Tensor
@@ -88,6 +88,7 @@ class MicroBatch:
     lengths: Tensor
     sequences: Sequences | None = None
     columns: Batch | None = None
+    routing: Tensor | None = None
 
     @property
     def selected(self) -> int:
@@ -111,7 +112,11 @@ class MicroBatch:
             return self
         ids, index, targets = to_device([self.ids, self.index, self.targets], device)
         sequences, columns = (part if part is None else part.to(device) for part in (self.sequences, self.columns))
-        return replace(self, ids=ids, index=index, targets=targets, sequences=sequences, columns=columns)
+        moved = {"ids": ids, "index": index, "targets": targets, "sequences": sequences, "columns": columns}
+        return replace(self, **moved, routing=self.routing_on(device))
+
+    def routing_on(self, device: torch.device) -> Tensor | None:
+        return self.routing if self.routing is None else to_device([self.routing], device)[0]
 
 
 @dataclass(frozen=True)
@@ -188,20 +193,27 @@ class Split:
         return max(1, -(-length // self.multiple)) * self.multiple
 
     def micro_batches(
-        self, prompts: Ragged, responses: Ragged, at: Positions = "before", units: Sequence[Tensor] | None = None
+        self,
+        prompts: Ragged,
+        responses: Ragged,
+        at: Positions = "before",
+        units: Sequence[Tensor] | None = None,
+        routing: Ragged | None = None,
     ) -> list[MicroBatch]:
-        """The rows as micro-batches that say which positions are read. Errors: BatchError of `check`, those of
-        `rows`."""
+        """The rows as micro-batches that say which positions are read; `routing` are the experts of each row's first
+        tokens. Errors: BatchError of `check`, those of `rows`."""
         self.check(prompts, responses)
         split = self.rows(prompts.lengths + responses.lengths, units) or [torch.arange(0)]
-        return [self._micro_batch(rows, prompts, responses, at) for rows in split]
+        return [self._micro_batch(rows, prompts, responses, at, routing) for rows in split]
 
     def empty(self) -> MicroBatch:
         """A micro-batch without rows, for a rank that takes part in the collectives of others' micro-batches."""
         nothing = Ragged.from_rows([], torch.int64)
         return self._micro_batch(torch.arange(0), nothing, nothing, "before")
 
-    def _micro_batch(self, rows: Tensor, prompts: Ragged, responses: Ragged, at: Positions) -> MicroBatch:
+    def _micro_batch(
+        self, rows: Tensor, prompts: Ragged, responses: Ragged, at: Positions, routing: Ragged | None = None
+    ) -> MicroBatch:
         prompt, response = prompts.index(rows), responses.index(rows)
         ids, starts, sequences = self._laid_out(prompt, response)
         if at == "last":
@@ -211,7 +223,14 @@ class Split:
             row = response.row_index()
             index = (starts + prompt.lengths - int(at == "before"))[row] + _positions(response, row)
             targets, lengths = response.values.to(torch.int64), response.lengths
-        return MicroBatch(rows, ids, _some(index), targets, lengths, sequences)
+        experts = None
+        if routing is not None:
+            said = routing.index(rows)
+            experts = torch.full((ids.numel(), *said.values.shape[1:]), -1, dtype=torch.int16)
+            row = said.row_index()
+            experts[starts[row] + _positions(said, row)] = said.values.to(torch.int16)
+            experts = experts.view(*ids.shape, *experts.shape[1:])
+        return MicroBatch(rows, ids, _some(index), targets, lengths, sequences, routing=experts)
 
     def _laid_out(self, prompt: Ragged, response: Ragged) -> tuple[Tensor, Tensor, Sequences | None]:
         """ids [b, S] int64 (zero where padded), where each row begins in the flattened ids [R], and the sequences."""

@@ -20,6 +20,7 @@ from hybridflow.engines.agreement import Replicas
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.process_groups import RankContext, is_communication_error
+from hybridflow.engines.router_replay import Replays
 from hybridflow.engines.token_outputs import TokenOutputs
 
 T = TypeVar("T")
@@ -96,11 +97,13 @@ class MicroBatchLoop(Protocol):
     """Runs micro-batches through this rank's part of a model. `last_stage`: the head is on this rank.
 
     A loop that can continue without a failed computation gives its error to `failed`, and its peers what they wait for;
-    others raise, and with `lockstep` their peers may be inside a collective then.
+    others raise, and with `lockstep` their peers may be inside a collective then. With `replays` tokens go to the
+    experts of `MicroBatch.routing`.
     """
 
     last_stage: bool
     lockstep: bool
+    replays: Replays | None
 
     def infer(
         self,
@@ -130,7 +133,8 @@ class ShardedModel:
     """One rank of a sharded model. `optimizer_layout` is None without an optimizer.
 
     `step_groups` are the canonical tensors of each part of an optimizer step, `parts` the same as names of
-    `shards.storage`; `no_decay` are those names that weight decay leaves out. `fp16`: losses are scaled.
+    `shards.storage`; `no_decay` are those names that weight decay leaves out. `fp16`: losses are scaled. `replays` are
+    the routers of a mixture of experts, for `loop.replays`.
     """
 
     shards: Shards
@@ -142,6 +146,7 @@ class ShardedModel:
     parts: Sequence[frozenset[str]]
     no_decay: Collection[str]
     fp16: bool
+    replays: Callable[[], Replays]
     adapters: Adapters | None = None
 
 
@@ -153,6 +158,7 @@ class PlainLoop:
     """
 
     last_stage = True
+    replays: Replays | None = None
 
     def __init__(self, context: RankContext, shards: Shards, empty: Callable[[], MicroBatch]) -> None:
         self._shards, self._replicas, self._empty, self._device = shards, Replicas(context), empty, context.device
@@ -212,4 +218,6 @@ class PlainLoop:
 
     def _head(self, micro: MicroBatch, hidden: bool = False) -> Tensor:
         """The output of the head at the positions of a micro-batch, [N or 1, C], or its input."""
+        if self.replays is not None:
+            self.replays.set(None if micro.routing is None else micro.routing.flatten(0, 1))
         return self._shards.model(micro.ids, micro.index, micro.positions, micro.sequences, hidden).flatten(0, -2)

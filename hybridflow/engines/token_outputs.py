@@ -23,6 +23,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.contract import Output
 from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
+from hybridflow.engines.router_replay import ROUTING
 from hybridflow.errors import BatchError, ModelError, of_row
 from hybridflow.models.hf_spec import Decoder
 
@@ -34,7 +35,8 @@ class TokenOutputs:
     the ranks that share the vocabulary.
 
     `teacher` [V, H] are the same columns of a teacher's output layer, on the device; set where a loss reads
-    `ref_logits`.
+    `ref_logits`. `replays`: where tokens go to the experts of the column `routed_experts`, the layers with experts, how
+    many each token goes to and how many there are.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class TokenOutputs:
         self.role, self.spec, self.split, self.vocabulary, self.group = role, spec, split, vocabulary, group
         self.columns = Columns(*vocabulary, spec.vocab, group)
         self.teacher: Tensor | None = None
+        self.replays: tuple[int, int, int] | None = None
 
     def check(
         self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0, without_loss: bool = False
@@ -65,6 +68,7 @@ class TokenOutputs:
         if not (temperature > 0 and math.isfinite(temperature)):
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")
         self.split.check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
+        self._check_routing(batch)
         _ = response_mask(batch)
         self._check_lengths(batch)
         if "ref_logits" in outputs and self.teacher is not None:
@@ -74,6 +78,24 @@ class TokenOutputs:
                     f"{TEACHER} has {list(states.values.shape[1:])} numbers per token, the output layer of the teacher "
                     f"of {self.role} takes {self.teacher.shape[1]}. Give the reference and teacher= the same model."
                 )
+
+    def _check_routing(self, batch: Batch) -> None:
+        if self.replays is None:
+            return
+        layers, each, count = self.replays
+        routing = batch.peek(ROUTING) if ROUTING in batch else None
+        if not isinstance(routing, Ragged) or tuple(routing.values.shape[1:]) != (layers, each):
+            shape: Any = () if routing is None else getattr(routing, "values", routing)
+            found = "no such column" if routing is None else f"{list(getattr(shape, 'shape', ()))[1:]}"
+            raise BatchError(
+                f"{self.role} replays the experts of {ROUTING}, ragged [tokens, {layers}, {each}], and found {found}. "
+                f"Generate with VLLM(return_routed_experts=True) of the same model, or leave replay_routing= out."
+            )
+        tokens = token_column(batch, "prompt_ids").lengths + token_column(batch, "response_ids").lengths
+        if len(longer := (routing.lengths > tokens).nonzero()):
+            raise of_row(int(longer[0]), f"has {ROUTING} of more tokens than it has.")
+        if routing.values.numel() and (int(routing.values.max()) >= count or int(routing.values.min()) < 0):
+            raise BatchError(f"{ROUTING} has experts of another model: {self.role} has {count} per layer.")
 
     def _check_lengths(self, batch: Batch) -> None:
         if not self.spec.learned_positions or not len(batch):
@@ -94,7 +116,8 @@ class TokenOutputs:
         of them."""
         prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
         whole = None if loss is None else trajectories_of(loss, batch)
-        return self.split.micro_batches(prompts, responses, at, whole and whole.rows)
+        routing: Any = None if self.replays is None else batch.peek(ROUTING)
+        return self.split.micro_batches(prompts, responses, at, whole and whole.rows, routing)
 
     @staticmethod
     def with_columns(micro: MicroBatch, batch: Batch, loss: Callable[..., Any]) -> MicroBatch:

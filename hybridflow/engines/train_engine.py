@@ -32,6 +32,7 @@ from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.router_replay import replay_sizes
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
 from hybridflow.errors import ConfigError
@@ -102,6 +103,10 @@ class TrainEngine:
             self.close()
             raise
 
+    def replay_routing(self) -> None:
+        """From now on send tokens to the experts of the column `routed_experts`. Errors: those of `replay_sizes`."""
+        self.tokens.replays, self._model.loop.replays = replay_sizes(self.spec), self._model.replays()
+
     # Computing
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
@@ -168,12 +173,12 @@ class TrainEngine:
         """Add the gradients of one mini-batch; metrics are summed over micro-batches and data parallel ranks.
 
         Several calls before a `step` add up; it (or `gradients`) reduces them over ranks. Metrics are returned on the
-        last pipeline stage (equal on its ranks), {} on the others. When `loss` raises, with Megatron and ZeRO (stages 1
-        and 2) any computation, all ranks raise after the last micro-batch and drop their gradients: where there were
-        others of this step, call `zero_grad` and begin it anew. Within FSDP's layers, or where tensor parallel peers do
-        not fail as well, an error is raised on one rank alone; its peers wait for their timeout, and all are broken.
-        When a column that `loss` reads (its attribute `reads`; without one, any), an output or its value is not finite
-        where it counts, on any rank, the step that follows is skipped on all ranks. Errors: as `check` and `loss`.
+        last pipeline stage (equal on its ranks), {} on the others. When `loss` raises, with Megatron (dense) and ZeRO
+        (stages 1 and 2) any computation, all ranks raise after the last micro-batch and drop their gradients: where
+        others of this step were, call `zero_grad` and begin it anew. Within layers that ranks compute together, an
+        error is raised on one rank alone; its peers wait for their timeout, and all are broken. When a column that
+        `loss` reads (its attribute `reads`; without one, any), an output or its value is not finite where it counts, on
+        any rank, the step that follows is skipped on all. Errors: as `check` and `loss`.
         """
         self._training()
         self._require("parameters", "gradients")
@@ -220,6 +225,8 @@ class TrainEngine:
 
         self._model.loop.train(micro_batches, share, self._check.failed)
         self._gradients = "own"
+        if totals is not None and (replays := self._model.loop.replays) is not None:
+            metrics += replays.metrics(batch, totals.sequence_tokens)
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             self._reduce()  # while another model computes
             self._check.failed(turn.settle())
@@ -392,10 +399,8 @@ class TrainEngine:
         self._training().change(changes)
 
     def optimizer_moved(self, counters: Mapping[str, Any]) -> None:
-        """`optimizer_storage()` was written from outside: take the counters, and the parameters from `main`.
-
-        Collective over the data parallel ranks.
-        """
+        """`optimizer_storage()` was written from outside: take the counters, and the parameters from `main`. Collective
+        over the data parallel ranks."""
         optimizer = self._training()
         self._require("parameters", "optimizer")
         optimizer.moved(counters)
@@ -481,11 +486,8 @@ class TrainEngine:
             )
 
     def close(self) -> None:
-        """Free the model, gradients and optimizer; the process groups belong to the context. May be called twice.
-
-        Memory is given back immediately, also of tensors of `storage()` that others still refer to: models form
-        reference cycles, and the collector never visits objects that vLLM froze (`gc.freeze`).
-        """
+        """Free the model, gradients and optimizer, at once, also tensors of `storage()` that others still refer to:
+        models form reference cycles, and the collector never visits objects that vLLM froze (`gc.freeze`)."""
         if self._optimizer:
             self._optimizer.close()
         if self._model:

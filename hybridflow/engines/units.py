@@ -35,12 +35,14 @@ _LAYER = re.compile(r"(?:.*?\.)?\d+\.")  # up to the first number of a name: `mo
 class Unit:
     """Names and shapes of the tensors that share a buffer, in its order; stepped in part `part`.
 
-    `parts` are the model's parameters that consist of several of them, which therefore lie without a gap.
+    `parts` are the model's parameters that consist of several of them, which therefore lie without a gap. Those of
+    `experts` are summed over, and cut by, the ranks that hold the same experts.
     """
 
     parameters: Tensors
     parts: Mapping[str, Part] = field(default_factory=dict)
     part: int = 0
+    experts: bool = False
 
     @cached_property
     def modules(self) -> dict[str, Range]:
@@ -81,17 +83,16 @@ class Unit:
         return found
 
 
-def owned_layout(parameters: Layout, units: Callable[[int], tuple[Iterable[Unit], int, int]]) -> Layout:
+def owned_layout(parameters: Layout, units: Callable[[int], Iterable[tuple[Unit, int, int]]]) -> Layout:
     """Layout of one kind of optimizer state (main parameters, or a moment) where ranks own shares of units.
 
-    `units(rank)` are those of the rank's `parameters`, the number of ranks that share them, and its place among them.
-    State is stored flat, one tensor per parameter that a rank's share touches; padding is in no box.
+    `units(rank)` are those of the rank's `parameters`, each with the number of ranks that share it and the rank's place
+    among them. State is stored flat, one tensor per parameter that a rank's share touches; padding is in no box.
     """
 
     def regions(rank: int) -> list[Region]:
-        own, ranks, at = units(rank)
         owned: dict[str, Range] = {}
-        for unit in own:
+        for unit, ranks, at in units(rank):
             owned |= unit.owned(ranks, at)
         held = (region for region in parameters.regions(rank) if region.storage in owned)
         return [part for region in held for part in _flat_regions(region, *owned[region.storage])]
@@ -186,4 +187,4 @@ def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
 def optimizer_layout(tensors: Tensors, ranks: int, parts: Mapping[str, Part] | None = None) -> Layout:
     """Layout of one kind of optimizer state; all kinds have the same."""
     cut = whole_units(tensors, parts)
-    return owned_layout(parameter_layout(tensors, ranks), lambda rank: (cut, ranks, rank))
+    return owned_layout(parameter_layout(tensors, ranks), lambda rank: [(unit, ranks, rank) for unit in cut])

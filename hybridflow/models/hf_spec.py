@@ -17,7 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hybridflow.config import FSDP, TrainStrategy, ZeRO
 from hybridflow.errors import ModelError
 from hybridflow.models.families import FUSED_LINEAR, check_causal
 from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Head, ModelSpec, Part, read_config
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SCORE = "score.weight"
+ROUTER_BIAS = ".e_score_correction_bias"
 _CONTEXT = 2048  # of models that put no limit on it
 
 
@@ -36,8 +36,8 @@ class TransformersSpec:
 
     `parts`: by name the parameters of transformers' model that are no canonical tensor of the same name. `decoder` is
     the name of the model without its head, `layer_list` that of its layers (`model.layers`). `linear` are the weights
-    of layers that can have adapters, `zeros` the vectors, besides biases, that begin as zero. With `learned_positions`
-    no row may be longer than `context`.
+    of layers that can have adapters, `zeros` the vectors, besides biases, that begin as zero, `constants` those that no
+    gradient changes (buffers, float32). With `learned_positions` no row may be longer than `context`.
     """
 
     config: Mapping[str, Any]
@@ -58,6 +58,7 @@ class TransformersSpec:
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     parts: Mapping[str, Part] = field(repr=False)
     zeros: frozenset[str] = field(repr=False)
+    constants: frozenset[str] = field(repr=False)
 
     @classmethod
     def of(cls, config: Any, head: Head = "lm") -> TransformersSpec:
@@ -117,7 +118,8 @@ def _read(text: str, head: Head) -> TransformersSpec:
     if output is None or not hasattr(model, decoder) or not layer_list.startswith(f"{decoder}."):
         raise ModelError(f"{type(model).__name__} is no decoder with layers and an output layer: it cannot be cut.")
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if kept := [name for name in model.state_dict() if name not in own]:
+    constants = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in own}
+    if kept := [name for name in constants if not name.endswith(ROUTER_BIAS)]:
         raise ModelError(f"a {family} checkpoint has {kept[0]}, which is no parameter. Such models are not supported.")
     hidden, vocab = int(output.weight.shape[1]), int(output.weight.shape[0])
     tied = names[id(output.weight)].startswith(f"{decoder}.")
@@ -143,13 +145,14 @@ def _read(text: str, head: Head) -> TransformersSpec:
         layer_list=layer_list,
         cost=_cost(model, layer_list, 1 if head == "value" else vocab, hidden, heads),
         linear=frozenset(piece for name in linear for piece in pieces.get(name, {})),
-        shapes={name: shape for found in pieces.values() for name, shape in found.items()},
+        shapes={name: shape for found in pieces.values() for name, shape in found.items()} | constants,
         parts={
             name: Part(tuple(model.get_parameter(name).shape), tuple(found))
             for name, found in pieces.items()
             if tuple(found) != (name,)
         },
         zeros=_zeros(model),
+        constants=frozenset(constants),
     )
 
 
@@ -258,27 +261,19 @@ def checkpoint_pieces(model: PreTrainedModel, family: str) -> dict[str, dict[str
     return {name: {piece: shape for _, piece, shape in pieces} for name, pieces in found.items()}
 
 
-def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Decoder:
-    """What a Hugging Face directory has, for this strategy: a ModelSpec of the families that every backend computes, a
-    TransformersSpec of all others.
+def read_spec(directory: str | Path, head: Head) -> Decoder:
+    """What a Hugging Face directory has: a ModelSpec of its four families, a TransformersSpec of all others.
 
-    Errors: CheckpointError without a readable `config.json`, or if it asks for code; ModelError for a model that the
-    strategy cannot take.
+    Errors: CheckpointError without a readable `config.json`, or if it asks for code; ModelError for a model that
+    transformers does not know.
     """
     config = read_config(directory)
     try:
-        spec = ModelSpec.from_hf_config(config, head)
-    except ModelError as error:
+        return ModelSpec.from_hf_config(config, head)
+    except ModelError:
         if config.get("model_type") in FAMILIES and any(name not in config for name in NEEDED):
             raise
-        made = hf_config(config)
-        if not isinstance(strategy, FSDP | ZeRO):
-            raise ModelError(
-                f"{type(strategy).__name__} cannot cut the {made.model_type} model {directory}: {error} It computes "
-                f"{', '.join(FAMILIES)}. Use FSDP() or ZeRO(), which take any decoder."
-            ) from None
-        return TransformersSpec.of(config, head)
-    return spec
+    return TransformersSpec.of(config, head)
 
 
 def check_reading(directory: str | Path, spec: Decoder) -> None:

@@ -147,39 +147,13 @@ class ModelSpec:
     def check_parallel(
         self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
     ) -> None:
-        """Errors: ModelError when the model cannot be split by t and p.
-
-        Heads and MLP columns divide by t; kv-heads divide by t, or t by them; every stage has a decoder layer, and
-        `stage_layers`, when given, are the layers of each of the p stages.
-        """
-        for what, count in (("heads", self.heads), ("MLP columns", self.intermediate)):
-            if count % t:
-                raise ModelError(
-                    f"{role} has {count} {what}, not divisible by t={t}. Use tp in {self._tensor_sizes()}."
-                )
-        if t not in (sizes := self._tensor_sizes()):
-            raise ModelError(
-                f"{role} has {self.kv_heads} kv-heads, which neither divide by t={t} nor t by them. Use tp in {sizes}."
-            )
-        if self.layers < p:
-            raise ModelError(f"{role} has {self.layers} layers, fewer than p={p} stages. Use pp up to {self.layers}.")
-        if stage_layers is None:
-            return
-        if len(stage_layers) != p or sum(stage_layers) != self.layers or min(stage_layers) < 1:
-            raise ModelError(
-                f"stage_layers={tuple(stage_layers)} are {sum(stage_layers)} layers on {len(stage_layers)} stages; "
-                f"{role} has {self.layers} layers and p={p}. Give the layers of each stage in order, at least one each."
-            )
-
-    def _tensor_sizes(self) -> list[int]:
-        """Tensor parallel sizes that the model can be split by."""
-        return [n for n in range(1, math.gcd(self.heads, self.intermediate) + 1) if self.divides(n)]
+        """Errors: those of `check_cut`."""
+        sizes = self.heads, self.kv_heads, self.head_dim, [self.intermediate], self.layers
+        check_cut(role, p, t, *sizes, stage_layers)
 
     def divides(self, t: int) -> bool:
         """Whether every layer can be cut into t equal parts."""
-        rows = (self.heads + 2 * self.kv_heads) * self.head_dim  # of fused query, key and value
-        whole = self.heads % t == 0 and self.intermediate % t == 0 and rows % t == 0
-        return whole and (self.kv_heads % t == 0 or t % self.kv_heads == 0)
+        return _divides(t, self.heads, self.kv_heads, self.head_dim, [self.intermediate])
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Canonical names and shapes of one decoder layer."""
@@ -258,6 +232,45 @@ class ModelSpec:
         head = self.hidden * (self.vocab if self.head == "lm" else 1)
         matrices = self.layers * (attention + 3 * self.hidden * self.intermediate) + head
         return Cost(2.0 * matrices, 2.0 * self.layers * width, self.sliding_window)
+
+
+def check_cut(
+    role: str,
+    p: int,
+    t: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    columns: Sequence[int],
+    layers: int,
+    stage_layers: Sequence[int] | None,
+) -> None:
+    """Errors: ModelError when a model cannot be split by t and p.
+
+    Heads and MLP `columns` divide by t; kv-heads divide by t, or t by them; every stage has a decoder layer, and
+    `stage_layers`, when given, are the layers of each of the p stages.
+    """
+    sizes = [n for n in range(1, math.gcd(heads, *columns) + 1) if _divides(n, heads, kv_heads, head_dim, columns)]
+    for what, count in (("heads", heads), *(("MLP columns", count) for count in columns)):
+        if count % t:
+            raise ModelError(f"{role} has {count} {what}, not divisible by t={t}. Use tp in {sizes}.")
+    if t not in sizes:
+        raise ModelError(
+            f"{role} has {kv_heads} kv-heads, which neither divide by t={t} nor t by them. Use tp in {sizes}."
+        )
+    if layers < p:
+        raise ModelError(f"{role} has {layers} layers, fewer than p={p} stages. Use pp up to {layers}.")
+    if stage_layers is not None and (len(stage_layers) != p or sum(stage_layers) != layers or min(stage_layers) < 1):
+        raise ModelError(
+            f"stage_layers={tuple(stage_layers)} are {sum(stage_layers)} layers on {len(stage_layers)} stages; "
+            f"{role} has {layers} layers and p={p}. Give the layers of each stage in order, at least one each."
+        )
+
+
+def _divides(t: int, heads: int, kv_heads: int, head_dim: int, columns: Sequence[int]) -> bool:
+    rows = (heads + 2 * kv_heads) * head_dim  # of fused query, key and value
+    whole = heads % t == 0 and rows % t == 0 and not any(count % t for count in columns)
+    return whole and (kv_heads % t == 0 or t % kv_heads == 0)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:

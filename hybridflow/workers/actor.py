@@ -47,7 +47,7 @@ def _with_generation(role: str, train: RankGrid, generate: Any) -> RankGrid:
     if not isinstance(generate, VLLM):
         raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
     try:
-        return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
+        return replace(train, p_g=generate.pp, t_g=generate.tp)
     except PlacementError as error:
         raise PlacementError(f"{role}: VLLM(tp={generate.tp}, pp={generate.pp}): {error}") from None
 

@@ -18,7 +18,7 @@ from hybridflow.algorithms.masked import row_column, token_column
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.config import FSDP, VLLM, Sampling, Until
+from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
 from hybridflow.engines.vllm.requirements import check_response
@@ -76,7 +76,7 @@ def _check(settings: Settings, call: Settings) -> None:
     most, strategy = call["sampling"].max_tokens, settings["generate"]
     here = (Path(settings["model"]) / "config.json").is_file()  # a trace may have a model's name only
     if most != strategy.sampling.max_tokens and here:
-        check_response(read_spec(settings["model"], "lm", FSDP()), strategy, most)
+        check_response(read_spec(settings["model"], "lm"), strategy, most)
     batch = call["batch"]
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):

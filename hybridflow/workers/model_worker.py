@@ -112,7 +112,7 @@ def _with_saved_adapters(settings: Settings) -> dict[str, Any]:
     if not isinstance(strategy, FSDP):
         raise ConfigError(f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP().")
     if lora is not None:
-        _check_equal(read_spec(found["model"], "lm", strategy), lora, start)
+        _check_equal(read_spec(found["model"], "lm"), lora, start)
         start = replace(lora, start=start.start)
     found["train"] = replace(strategy, lora=start)
     return found
@@ -206,7 +206,7 @@ class ModelWorker(Worker):
         path, lora, train = settings.get("model"), lora_of(settings), cast(TrainStrategy, settings.get("train"))
         if path is None:
             return WorkerSpec(resolve=_resolved, layout=partial(_no_layout, cls.role))
-        model = partial(read_spec, path, cls.head, train)
+        model = partial(read_spec, path, cls.head)
         apart = {"optim": None, "offload": True, "ema_decay": None}  # of replicas, which get the group's weights
         idle = {name: value for name, value in apart.items() if name in settings}
         fixed = (
@@ -271,7 +271,7 @@ class ModelWorker(Worker):
         self.checkpoint = local_checkpoint(model)
         # the directory may be gone when `save` runs
         self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}
-        self.spec = read_spec(self.checkpoint, self.head, train)
+        self.spec = read_spec(self.checkpoint, self.head)
         self._dtypes = Checkpoint(self.checkpoint).dtypes(self.spec.tensors())
         frozen = self.context.rank == 0 and (optim is None or getattr(train, "lora", None) is not None)
         self._frozen = {FROZEN: Checkpoint(self.checkpoint).fingerprint()} if frozen else {}

@@ -24,7 +24,7 @@ _READS = ("prompt_ids", "response_ids", "temperature?")
 
 
 def _check_k(settings: Settings, call: Any) -> None:
-    k, vocab = call["k"], read_spec(settings["model"], "lm", settings["train"]).vocab
+    k, vocab = call["k"], read_spec(settings["model"], "lm").vocab
     good = type(k) is int and 1 <= k <= vocab
     require(good, f"compute_ref_top_k(k={k!r}): give a whole number from 1 to {vocab}, the size of the vocabulary.")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.config import FSDP, VLLM
+from hybridflow.config import VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.lora.adapters import is_adapter_directory
@@ -177,4 +177,4 @@ def _layout(spec: Decoder, grid: GenerationGrid) -> Layout:
 
 def _spec(checkpoint: str | os.PathLike[str]) -> Decoder:
     """The spec of any decoder, as FSDP would read it: nothing is trained here."""
-    return read_spec(Path(checkpoint), "lm", FSDP())
+    return read_spec(Path(checkpoint), "lm")

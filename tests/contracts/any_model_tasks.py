@@ -38,6 +38,61 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 5}
+_OF_QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_OF_GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+MEGATRON: dict[str, dict[str, Any]] = {
+    "gemma": {"model_type": "gemma"},
+    "gemma2-more": {**FAMILIES["gemma2"], "query_pre_attn_scalar": 11},
+    "gemma3-scaled": {
+        **FAMILIES["gemma3"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+        },
+    },
+    "vaultgemma": {"model_type": "vaultgemma", **_TWO},
+    "phi3": {"model_type": "phi3", "sliding_window": 6},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", **_FULL},
+    "glm": {"model_type": "glm", "attention_bias": True},
+    "glm4": {"model_type": "glm4", "attention_bias": True},
+    "helium": {"model_type": "helium"},
+    "granite": {
+        **FAMILIES["granite"],
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
+    "seed_oss": {"model_type": "seed_oss"},
+    "exaone4": {"model_type": "exaone4", **_FULL},
+    "cwm": {"model_type": "cwm", **_FULL},
+    "ernie4_5": {"model_type": "ernie4_5"},
+    "llama-yarn": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen2-windows": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5},
+    "qwen2_moe": {"model_type": "qwen2_moe", **_OF_QWEN, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {"model_type": "qwen3_moe", **_OF_QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
+    "glm4_moe": {"model_type": "glm4_moe", **_OF_GLM, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "solar_open": {"model_type": "solar_open", **_OF_GLM},
+}
+"""On Megatron, beside the four families of ModelSpec."""
 OTHERS: dict[str, dict[str, Any]] = {
     "rwkv": {"model_type": "rwkv", "attention_hidden_size": 32},  # a row of one token has no gradient of its decay
 }
@@ -45,7 +100,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def config(name: str, **sizes: int) -> PreTrainedConfig:
     given = _SIZES if name in ("gpt2", "bloom") else _NEW
-    return AutoConfig.for_model(**(given | (FAMILIES | OTHERS)[name] | sizes))
+    return AutoConfig.for_model(**(given | (FAMILIES | MEGATRON | OTHERS)[name] | sizes))
 
 
 def make(name: str, head: str, path: Path, **sizes: int) -> Path:
@@ -56,6 +111,9 @@ def make(name: str, head: str, path: Path, **sizes: int) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.1))
+        for buffer in model.buffers():
+            if buffer.dim() == 1 and buffer.is_floating_point() and buffer.eq(0).all():  # what routers add to scores
+                buffer.normal_(0.0, 0.1)
     model.save_pretrained(path)
     return path
 
@@ -93,10 +151,12 @@ def expected(path: Path, head: str) -> dict[str, Any]:
     return found
 
 
-def trained(world: World, names: list[str], strategy: Any, path: Path, head: str, target: Path) -> dict[str, Any]:
+def trained(
+    world: World, names: list[str], strategy: Any, path: Path, head: str, target: Path, size: int = 2
+) -> dict[str, Any]:
     """The same on this rank; what was trained is saved in `target`, and read again by another engine."""
-    spec = read_spec(path, head, strategy)  # type: ignore[arg-type]
-    engine = build(world, names[0], strategy, 2, path, head, SGD(lr=LR, clip_grad=0.0), spec)
+    spec = read_spec(path, head)  # type: ignore[arg-type]
+    engine = build(world, names[0], strategy, size, path, head, SGD(lr=LR, clip_grad=0.0), spec)
     loss, outputs = loss_of(head), ("values",) if head == "value" else ("log_probs", "entropy")
     rows = share(make_batch(), engine.grid, world.rank)
     found: dict[str, Any] = {"outputs": engine.forward(rows, outputs), "norms": []}
@@ -108,7 +168,7 @@ def trained(world: World, names: list[str], strategy: Any, path: Path, head: str
     found["after"] = engine.forward(rows, outputs)
     found["bytes"] = engine.memory().total_bytes
     engine.close()
-    again = build(world, names[1], strategy, 2, target, head, None, read_spec(target, head, strategy))  # type: ignore[arg-type]
+    again = build(world, names[1], strategy, size, target, head, None, read_spec(target, head))  # type: ignore[arg-type]
     found["again"] = again.forward(rows, outputs)
     found["boxes"] = boxes(again, again.storage())
     again.close()
@@ -117,7 +177,7 @@ def trained(world: World, names: list[str], strategy: Any, path: Path, head: str
 
 def norms(world: World, name: str, strategy: Any, path: Path) -> list[float]:
     """Of the first gradients."""
-    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm", strategy))
+    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm"))
     loss = loss_of("lm")
     engine.forward_backward(share(make_batch(), engine.grid, world.rank), loss, loss.outputs)
     return [engine.step()["grad_norm"]]
@@ -125,7 +185,7 @@ def norms(world: World, name: str, strategy: Any, path: Path) -> list[float]:
 
 def norms_of_one(world: World, name: str, strategy: Any, path: Path) -> list[float]:
     """Of the gradients of one rank's rows; the others have none."""
-    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm", strategy))
+    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm"))
     loss, found = loss_of("lm"), []
     for seed in range(UPDATES):
         batch = make_batch(seed=seed)
@@ -136,7 +196,7 @@ def norms_of_one(world: World, name: str, strategy: Any, path: Path) -> list[flo
 
 def loaded(world: World, name: str, strategy: Any, path: Path, infers: bool = False) -> list:
     """What this rank has read."""
-    engine = build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm", strategy))
+    engine = build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm"))
     if infers:
         engine.forward(make_batch(seed=0), ("log_probs",))
     return boxes(engine, engine.storage())
@@ -144,7 +204,7 @@ def loaded(world: World, name: str, strategy: Any, path: Path, infers: bool = Fa
 
 def held(world: World, name: str, strategy: Any, path: Path) -> int:
     """Bytes of this rank's parameters."""
-    return build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm", strategy)).memory().total_bytes
+    return build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm")).memory().total_bytes
 
 
 def tensors(path: Path, names: Any) -> dict[str, Tensor]:
@@ -155,3 +215,58 @@ def tensors(path: Path, names: Any) -> dict[str, Tensor]:
         found[name] = torch.empty(entry.shape)
         read_boxes(entry, [Region(Box.whole(name, entry.shape), name, (0,) * len(entry.shape))], found)
     return found
+
+
+def with_routing(batch: Batch, layers: int, each: int, count: int) -> Batch:
+    """Random experts for all tokens of a row but its last."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = batch.peek("prompt_ids").lengths + batch.peek("response_ids").lengths - 1
+    shape = (int(lengths.sum()), layers, count)
+    chosen = torch.rand(shape, generator=generator).argsort(-1)[..., :each].to(torch.uint8)
+    return batch.with_columns(routed_experts=Ragged.from_lengths(chosen, lengths))
+
+
+class _Forced:
+    """Hook of a router of transformers: the experts of the next row."""
+
+    def __init__(self, normalized: bool) -> None:
+        self.normalized, self.experts = normalized, torch.empty(0)
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
+        logits, weights, own = out
+        scores, chosen = logits.float().softmax(-1), own.clone()
+        chosen[: len(self.experts)] = self.experts
+        weights = scores.gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen
+
+
+def replayed(path: Path, batch: Batch) -> dict[str, Any]:
+    """Log-probabilities, and the norm of the gradient of an update, of transformers' model whose routers are forced."""
+    model = load_model(path, "lm").eval()
+    normalized = model.config.model_type == "mixtral" or bool(model.config.norm_topk_prob)
+    hooks = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            hooks.append(_Forced(normalized))
+            layer.mlp.gate.register_forward_hook(hooks[-1])
+    rows = []
+    for i, experts in enumerate(batch.peek("routed_experts").rows()):
+        for at, hook in enumerate(hooks):
+            hook.experts = experts[:, at].to(torch.int64)
+        rows.append(reference(model, "lm", batch[i : i + 1]))
+    outputs = {name: Ragged.concat([row[name] for row in rows]) for name in rows[0]}
+    loss_of("lm")(outputs, batch, totals_of(batch))[0].backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]).double()))
+    return {"norm": norm, "log_probs": outputs["log_probs"].with_values(outputs["log_probs"].values.detach())}
+
+
+def replays(world: World, name: str, strategy: Any, path: Path, size: int, batch: Batch) -> dict[str, Any]:
+    """The same of an engine."""
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm"))
+    engine.replay_routing()
+    rows = share(batch, engine.grid, world.rank)
+    loss, found = loss_of("lm"), {"outputs": engine.forward(rows, ("log_probs",))}
+    engine.forward(rows, ("log_probs",))
+    found["metrics"] = engine.forward_backward(rows, loss, loss.outputs)
+    return found | {"norm": engine.step()["grad_norm"]}

@@ -99,7 +99,7 @@ def build(
 ) -> Any:
     context = world.context(name, strategy.grid(size), kept=False)
     context.groups.timeout = timeout or context.groups.timeout
-    world.engines.append(build_engine(context, strategy, read_spec(path, "lm", strategy), path, optimizer))
+    world.engines.append(build_engine(context, strategy, read_spec(path, "lm"), path, optimizer))
     return world.engines[-1]
 
 

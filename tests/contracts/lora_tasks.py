@@ -31,7 +31,7 @@ def updates(
 ) -> dict[str, Any]:
     """Updates of adapters: gradients of the first, norms, adapters and merged weights after them, bytes, and both kinds
     of saved directories."""
-    spec = read_spec(path, head, strategy)  # type: ignore[arg-type]
+    spec = read_spec(path, head)  # type: ignore[arg-type]
     engine = tasks.build(world, name, strategy, size, path, head, optimizer, spec)
     adapters, loss = engine.adapters, loss_of(head)
     found: dict[str, Any] = {"norms": []}

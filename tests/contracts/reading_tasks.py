@@ -83,7 +83,7 @@ def outcomes(world: World, name: str, path: Path) -> dict[str, str | float]:
     if len(found) == len(strategies):
         return {**found, "vLLM": found["FSDP"]}
     os.environ.setdefault("HYBRIDFLOW_SESSION", "5e5511")
-    spec, context = read_spec(path, "lm", FSDP()), world.context(name, RankGrid())
+    spec, context = read_spec(path, "lm"), world.context(name, RankGrid())
     try:
         engine = VLLMEngine(context, GENERATE, context.grid.generation(), spec, path)
     except HybridFlowError as error:
@@ -105,7 +105,7 @@ def outcomes(world: World, name: str, path: Path) -> dict[str, str | float]:
     found["vLLM"] = _apart(drawn, _log_probs(model, rows))
     for kind, strategy in strategies.items():
         if kind not in found:
-            own = build(world, f"{name}-{kind}", strategy, 1, path, spec=read_spec(path, "lm", strategy))
+            own = build(world, f"{name}-{kind}", strategy, 1, path, spec=read_spec(path, "lm"))
             found[kind] = _apart(drawn, own.forward(batch, ("log_probs",))["log_probs"].values)
             own.close()
     return found
@@ -132,7 +132,7 @@ def stopped(world: World, name: str, path: Path) -> dict[str, Any]:
     context, plain = world.context(name, RankGrid()), GENERATE.sampling
 
     def run(sampling: Sampling) -> tuple[list[int], bool]:
-        engine = VLLMEngine(context, GENERATE, context.grid.generation(), read_spec(path, "lm", FSDP()), path)
+        engine = VLLMEngine(context, GENERATE, context.grid.generation(), read_spec(path, "lm"), path)
         try:
             Checkpoint(path).read_into(engine.layout(), 0, engine.storage())
             engine.weights_changed()

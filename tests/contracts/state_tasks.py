@@ -272,7 +272,7 @@ def poisoned(
 ) -> list[tuple[str, dict[str, float], str]]:
     """Updates with one number of one column that is not finite, on one rank, change nothing of what an engine has, and
     the next good one is that of an engine which never saw them. Returns (column, what the step returned, why)."""
-    spec = read_spec(path, head, strategy)  # type: ignore[arg-type]
+    spec = read_spec(path, head)  # type: ignore[arg-type]
     poisoned, twin = (build(world, f"{name}-{i}", strategy, size, path, head, optimizer, spec) for i in range(2))
     batch = make_batch(seed=3)
     numbers = batch.peek("old_log_probs")

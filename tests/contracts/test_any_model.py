@@ -55,7 +55,7 @@ def test_it_is_transformers_model_that_is_trained(processes, directories, oracle
         assert joined(found, "again", output).equal(joined(found, "after", output))
     for part in found:
         assert part["norms"] == pytest.approx(want["norms"], rel=1e-5)
-    spec = read_spec(path, head, strategy)
+    spec = read_spec(path, head)
     after = tasks.tensors(path.with_name(f"{path.name}-after"), spec.tensors())
     assert relative(whole([part["boxes"] for part in found], spec.tensors()), after) < 1e-6
     assert relative(tasks.tensors(target, spec.tensors()), after) < 1e-6
@@ -67,7 +67,7 @@ def test_it_is_transformers_model_that_is_trained(processes, directories, oracle
 def test_tensor_parallelism_follows_the_plan_of_the_family(processes, directories, oracle, tmp_path, name):
     path, strategy, want = directories[name, "lm"], FSDP(tp=2, micro_tokens=40), oracle[name, "lm"]
     names, target = [processes.name(), processes.name()], tmp_path / "saved"
-    spec = read_spec(path, "lm", strategy)
+    spec = read_spec(path, "lm")
     after = tasks.tensors(path.with_name(f"{path.name}-after"), spec.tensors())
     found = processes.run(2, tasks.trained, names, strategy, path, "lm", target)
     for part in found:
@@ -88,7 +88,7 @@ def test_tensor_parallelism_follows_the_plan_of_the_family(processes, directorie
     ],
 )
 def test_plans_that_cannot_be_followed_are_refused(directories, name, tp, says):
-    spec = read_spec(directories[name, "lm"], "lm", FSDP(tp=tp))
+    spec = read_spec(directories[name, "lm"], "lm")
     with pytest.raises(ModelError, match=says):
         check_tensor_parallel(spec, tp, "actor")
 
@@ -120,13 +120,13 @@ def test_ranks_may_have_gradients_of_other_parameters(processes, tmp_path):
 def test_a_model_that_infers_keeps_its_weights(processes, tmp_path):
     """rwkv divides those of layers from the seventh on by powers of two."""
     path = make("rwkv", "lm", tmp_path / "rwkv", num_hidden_layers=8)
-    spec = read_spec(path, "lm", FSDP())
+    spec = read_spec(path, "lm")
     found = processes.run(2, tasks.loaded, processes.name(), FSDP(), path, True)
     assert relative(whole(found, spec.tensors()), tasks.tensors(path, spec.tensors())) == 0
 
 
 def test_experts_are_cut_as_everything_else(processes, directories):
-    spec = read_spec(directories["mixtral", "lm"], "lm", FSDP())
+    spec = read_spec(directories["mixtral", "lm"], "lm")
     name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
     assert spec.tensors()[name] == (48, 32)
     for dp in (1, 2, 3):
@@ -144,7 +144,7 @@ def test_files_without_the_name_of_the_base_model_are_read(processes, directorie
     file = tmp_path / "hub" / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file, metadata={"format": "pt"})
-    spec = read_spec(tmp_path / "hub", "lm", FSDP())
+    spec = read_spec(tmp_path / "hub", "lm")
     Checkpoint(tmp_path / "hub").check(spec)
     found = processes.run(2, tasks.loaded, processes.name(), FSDP(), tmp_path / "hub")
     assert relative(whole(found, spec.tensors()), tasks.tensors(path, spec.tensors())) == 0
@@ -177,7 +177,7 @@ def test_norms_around_one_begin_as_the_model_itself_begins():
 def test_models_that_cannot_be_cut_are_refused_before_anything_is_made(tmp_path, settings, strategy, says):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
-        read_spec(tmp_path, "lm", strategy)
+        read_spec(tmp_path, "lm")
 
 
 @pytest.mark.parametrize("settings", [{"model_type": "gpt_neox"}, {"model_type": "bert", "is_decoder": True}])
@@ -186,6 +186,6 @@ def test_what_a_config_says_of_decoders_matters_less_than_what_it_computes(setti
 
 
 def test_a_checkpoint_of_other_tensors_is_refused(directories):
-    spec = read_spec(directories["mixtral", "lm"], "lm", FSDP())
+    spec = read_spec(directories["mixtral", "lm"], "lm")
     with pytest.raises(CheckpointError, match=r"lacks .* such as"):
         Checkpoint(directories["olmo2", "lm"]).check(spec)

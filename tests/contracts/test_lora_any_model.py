@@ -58,7 +58,7 @@ def make(name: str, path: Path) -> tuple[Path, Path]:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path / "model")
-    shapes = adapter_tensors(read_spec(path / "model", "lm", FSDP()), LoRA(rank=RANK))
+    shapes = adapter_tensors(read_spec(path / "model", "lm"), LoRA(rank=RANK))
     start = {f"base_model.model.{key}": torch.randn(shape) * 0.2 for key, shape in shapes.items()}
     (path / "adapters").mkdir()
     save_file(start, path / "adapters" / "adapter_model.safetensors")
@@ -100,7 +100,7 @@ def test_adapters_of_decoders_with_experts(processes, tmp_path, name):
     path, adapters = make(name, tmp_path)
     lora = LoRA(rank=RANK, alpha=ALPHA, start=str(adapters))
     strategy = FSDP(lora=lora, micro_tokens=40)
-    spec = read_spec(path, "lm", strategy)
+    spec = read_spec(path, "lm")
     assert len(modules(spec, lora)) == LINEAR[name]
     save = tmp_path / "save"
     save.mkdir()

@@ -87,7 +87,7 @@ def test_parts_of_a_step_cover_the_model_once_and_fit_the_units_of_every_stage(c
     assert sorted(name for group in groups for name in group) == sorted(spec.tensors())
     layout = megatron_layout(spec, grid)
     for rank in range(grid.size):
-        part_of = {n: unit.part for unit in units(spec, grid, grid.coords(rank)) for n in unit.parameters}
+        part_of = {n: unit.part for unit in units(spec, grid, rank) for n in unit.parameters}
         assert all(region.box.tensor in groups[part_of[region.storage]] for region in layout.regions(rank))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridflow.config import FSDP, VLLM
+from hybridflow.config import VLLM
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.topology import RankGrid
@@ -48,7 +48,7 @@ def test_vllm_generates_with_experts(world: OneRank, tmp_path: Path):
     scenarios.save_model("mixtral", tmp_path)
     grid = RankGrid(p_g=1, t_g=1)
     strategy = VLLM(eager=True, max_sequences=8, memory_fraction=0.2, dtype="float32", max_length=64)
-    spec = read_spec(tmp_path, "lm", FSDP())
+    spec = read_spec(tmp_path, "lm")
     engine = VLLMEngine(world.context("experts", grid), strategy, grid.generation(), spec, tmp_path)
     scenarios._write(engine, 0, scenarios._weights(tmp_path))
     rows = engine.generate(scenarios.PROMPTS, scenarios.GREEDY)

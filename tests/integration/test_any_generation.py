@@ -65,6 +65,39 @@ def test_weights_go_on_to_engines_elsewhere(pool, place, tmp_path) -> None:
     assert generated(rollout, prompts) != before
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+OF_GLM = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "train"),
+    [
+        ("gemma2", GEMMA2, hf.Megatron(tp=2)),
+        ("qwen3_moe", {**SIZES, **EXPERTS}, hf.Megatron(dp=2, ep=2)),
+        ("glm4_moe", {**SIZES, **OF_GLM}, hf.Megatron(tp=2, ep=2)),
+    ],
+    ids=("gemma2", "qwen3_moe", "glm4_moe"),
+)
+def test_a_megatron_actor_generates_with_what_it_trains(pool, place, tmp_path, family, sizes, train) -> None:
+    """Its engines and those of a rollout group have other shares of the experts than training."""
+    policy, prompts = make(tmp_path / "model", family, **sizes), make_prompts(6)
+    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=train, optim=SGD, generate=hf.VLLM(tp=2, **GREEDY))
+    rollout = place(hf.RolloutWorker, pool[2:3], model=policy, generate=hf.VLLM(tp=1, **GREEDY))
+    before = generated(actor, prompts)
+    assert before == expected(policy, prompts) == generated(rollout, prompts)
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
+    after, saved = generated(actor, prompts), actor.save(tmp_path / "saved")
+    assert after == expected(saved, prompts) != before
+    _ = hf.sync_weights(actor, rollout).get()
+    assert generated(rollout, prompts) == after
+
+
 def test_a_model_that_vllm_does_not_have_is_refused_before_anything_is_placed(pool, place, tmp_path) -> None:
     policy = make(tmp_path / "olmo2", "olmo2", **OLMO2)
     with pytest.raises(ModelError, match="vLLM has no model class Olmo2ForCausalLM of its own"):

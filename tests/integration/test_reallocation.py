@@ -217,7 +217,7 @@ def test_a_model_that_does_not_train_moves_too(pool, policy, settle):
 def test_a_layout_that_its_devices_cannot_hold_is_refused(pool, policy, monkeypatch):
     """By the account that placement makes; until the state has moved, both layouts have memory."""
     actor = hf.ActorWorker.on(pool[:2], model=policy, train=hf.Megatron(tp=2), optim=ADAM, name="moved")
-    half = PlacedGroup.of("moved", read_spec(policy, "lm", hf.Megatron()), actor.settings, actor.grid)
+    half = PlacedGroup.of("moved", read_spec(policy, "lm"), actor.settings, actor.grid)
     assert half is not None
     bytes_ = sum(half.resident("updates", 0).values())
     reference = hf.ReferenceWorker.on(pool[2:3], model=policy)

@@ -299,7 +299,7 @@ def test_what_cannot_change_its_size_is_refused(pool, policy, actors):
 def test_sizes_that_their_devices_cannot_hold_are_refused(pool, policy, actors, monkeypatch):
     """By the account that placement makes; a switch needs memory for both sizes."""
     actor = actors(name="large")
-    placed = PlacedGroup.of("large", read_spec(policy, "lm", hf.Megatron()), actor.settings, actor.grid)
+    placed = PlacedGroup.of("large", read_spec(policy, "lm"), actor.settings, actor.grid)
     assert placed is not None
     bytes_ = sum(placed.resident("updates", 0).values())
     memory = [1.5 * bytes_]

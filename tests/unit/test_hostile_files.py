@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import hybridflow as hf
 from hybridflow.data.records import open_records
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.lora.adapters import read_config as read_adapters
@@ -87,13 +86,13 @@ ASKS = [
 @pytest.mark.parametrize(("file", "keys", "key"), ASKS)
 def test_a_model_directory_that_asks_for_code_is_refused(file, keys, key, tmp_path, touched):
     home = hostile(tmp_path / "model", touched)
-    read_spec(home, "lm", hf.FSDP())  # the files alone ask for nothing
+    read_spec(home, "lm")  # the files alone ask for nothing
     load_tokenizer(home)
     change(home / file, **keys)
     says = rf"{file} asks by '{key}' for code of the model's authors.*never runs.*delete the key"
     for load in (
-        lambda: read_spec(home, "lm", hf.Megatron()),
-        lambda: read_spec(home, "value", hf.FSDP()),
+        lambda: read_spec(home, "lm"),
+        lambda: read_spec(home, "value"),
         lambda: load_tokenizer(home),
     ):
         with pytest.raises(CheckpointError, match=says):
@@ -104,7 +103,7 @@ def test_an_empty_auto_map_asks_for_nothing(tmp_path, touched):
     home = hostile(tmp_path / "model", touched)
     change(home / "config.json", auto_map={})
     change(home / "tokenizer_config.json", auto_map={})
-    assert read_spec(home, "lm", hf.FSDP()).layers == 2
+    assert read_spec(home, "lm").layers == 2
     assert load_tokenizer(home).encode(["ab"])
 
 
@@ -146,7 +145,7 @@ def test_settings_files_that_are_no_json_are_named(file, content, tmp_path, touc
     home = hostile(tmp_path / "model", touched)
     (home / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{file} is not valid JSON"):
-        read_spec(home, "lm", hf.FSDP())
+        read_spec(home, "lm")
 
 
 def test_pickled_weights_are_never_opened(tmp_path, touched):
@@ -160,7 +159,7 @@ def test_pickled_weights_are_never_opened(tmp_path, touched):
             return os.system, (f"touch {touched}",)
 
     home = hostile(tmp_path / "model", touched)
-    spec = read_spec(home, "lm", hf.FSDP())
+    spec = read_spec(home, "lm")
     (home / "model.safetensors").rename(home / "pytorch_model.bin")
     (home / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"it has only pytorch_model\.bin"):

@@ -17,6 +17,7 @@ from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.lora.targets import adapter_tensors
 from hybridflow.engines.micro_batches import Split
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.router_replay import follow
 from hybridflow.engines.sharded_model import PlainLoop, ShardedModel, Shards, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.transformers_model import TransformersModel
@@ -56,6 +57,7 @@ def build_model(
         parts=parts,
         no_decay=frozenset(name for name, shape in tensors.items() if len(shape) == 1),
         fp16=dtype == torch.float16,
+        replays=partial(follow, shards.model, spec),
         adapters=adapters,
     )
 

@@ -21,7 +21,7 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.lora.targets import trained_tensors
 from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
-from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.hf_spec import Decoder, TransformersSpec
 from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid
 
@@ -119,6 +119,11 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
         raise PlacementError(
             f"{role} has a grid of its own, p={grid.p}, t={grid.t}, d={grid.d}, on which {strategy} cannot be laid "
             f"out: its {grid.size} ranks are p={fits.p}, t={fits.t}, d={fits.d}. Leave grid= out, or use hf.Megatron()."
+        )
+    if isinstance(spec, TransformersSpec) and spec.constants:
+        raise ModelError(
+            f"{role}: a {spec.family} checkpoint has {min(spec.constants)}, which is no parameter. "
+            f"{type(strategy).__name__} does not train such models; Megatron may."
         )
     check_tensor_parallel(spec, grid.t, role)
 

@@ -11,9 +11,11 @@ import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,12 +24,15 @@ from torch.overrides import TorchFunctionMode
 
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
-from hybridflow.engines.agreement import FAIL_SECONDS
+from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
 from hybridflow.engines.flat_shards import FlatShards
+from hybridflow.engines.megatron.experts import Router
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
+    CONSTANT,
     EMBEDDING,
     OUTPUT,
+    check,
     stages,
     state_layout,
     units,
@@ -40,32 +45,34 @@ from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.router_replay import Replays
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
 from hybridflow.errors import WaitTimeoutError
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.architecture import architecture
+from hybridflow.models.hf_spec import Decoder
 from hybridflow.planner.pipeline.schedule import Instruction, Work, one_f_one_b, scheduled
 
 
 def build_model(
-    context: RankContext, strategy: config.Megatron, spec: ModelSpec, optimizer: config.Optimizer | None
+    context: RankContext, strategy: config.Megatron, spec: Decoder, optimizer: config.Optimizer | None
 ) -> ShardedModel:
-    """This rank's part of `spec`, its weights undefined. Errors: ModelError when it does not divide by p and t."""
+    """This rank's part of `spec`, its weights undefined. Errors: those of `layout.check`."""
     grid, at, device, split = context.grid, context.coords, context.device, strategy.stage_layers
-    spec.check_parallel(grid.p, grid.t, context.role, split)
-    dtype = compute_dtype(strategy, device)
-    of_stage, of_stages = units(spec, grid, at, split), stages(spec.layers, grid.p, split)
+    check(strategy, spec, grid, context.role)
+    arch, dtype = architecture(spec), compute_dtype(strategy, device)
+    of_stage, of_stages = units(spec, grid, context.rank, split), stages(spec.layers, grid.p, split)
     prepare(device)
     groups = process_group_collection(context)
     with building(device):
-        settings = transformer_config(spec, strategy, grid, dtype, device)
-        model, selection = build_gpt(spec, settings, at, len(of_stages[at.p]), groups, device)
+        settings = transformer_config(arch, strategy, grid, dtype, device)
+        model, selection = build_gpt(arch, settings, at, of_stages[at.p], groups, device)
     model.requires_grad_(optimizer is not None)
     shards = MegatronShards(context, spec, model, of_stage, groups)
     micro_batches = Split(
         strategy.micro_tokens,
-        multiple=grid.t if sequence_parallel(strategy, grid) else 1,
+        multiple=grid.t if sequence_parallel(strategy, grid, arch) else 1,
         count=2 * grid.p if grid.p > 1 else 1,
         vocab=spec.vocab,
         packed=strategy.packed,
@@ -74,7 +81,7 @@ def build_model(
     parts = step_groups(spec.tensors(), of_stages)
     return ShardedModel(
         shards=shards,
-        loop=PipelineLoop(context, model, selection),
+        loop=PipelineLoop(context, model, selection, micro_batches.empty if arch.experts is not None else None),
         tokens=TokenOutputs(context.role, spec, micro_batches, vocabulary_rows(spec.vocab, grid.t, at.t), groups.tp),
         layout=weights_layout(strategy, spec, grid),
         optimizer_layout=state_layout(strategy, spec, grid) if optimizer else None,
@@ -85,24 +92,37 @@ def build_model(
         ],
         no_decay=frozenset(n for unit in of_stage for n, shape in unit.parameters.items() if len(shape) == 1),
         fp16=dtype == torch.float16,
+        replays=partial(_replays, model, sum(arch.sparse[: of_stages[at.p].start]), groups.tp),
     )
+
+
+def _replays(model: GPTModel, first: int, group: dist.ProcessGroup) -> Replays:
+    return Replays([module.replay for module in model.modules() if isinstance(module, Router)], first, group)
 
 
 def process_group_collection(context: RankContext) -> ProcessGroupCollection:
     """Every group that Megatron reads, for this rank.
 
-    There is neither context nor expert parallelism: those groups hold this rank alone. `embd` joins the two stages
+    There is no context parallelism: its groups hold this rank alone. `tp_ep` are the ranks that share experts and their
+    columns, `expt_dp` those that hold the same. `embd` joins the two stages
     that have a copy of tied embeddings; without it Megatron would silently not add up their gradients.
     """
     grid, rank, at, group = context.grid, context.rank, context.coords, context.groups.of
     alone, everyone, model = group([rank]), group(grid.ranks()), group(grid.group(rank, "p", "t"))
     tp, pp, dp = group(grid.group(rank, "t")), group(grid.group(rank, "p")), group(grid.group(rank, "d"))
+    ep, expt_tp, tp_ep, expt_dp = (
+        group(grid.experts.group(rank, *axes)) for axes in (("ep",), ("etp",), ("ep", "etp"), ("edp",))
+    )
     ends = [grid.rank(0, at.t, at.d), grid.rank(-1, at.t, at.d)]
     return ProcessGroupCollection(
-        **dict.fromkeys(("tp", "tp_cp", "expt_tp", "tp_ep"), tp),
-        **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp),
+        **dict.fromkeys(("tp", "tp_cp"), tp),
+        **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp"), dp),
+        **dict.fromkeys(("expt_dp", "intra_expt_dp"), expt_dp),
         **dict.fromkeys(("mp", "tp_ep_pp"), model),
-        **dict.fromkeys(("cp", "ep"), alone),
+        ep=ep,
+        expt_tp=expt_tp,
+        tp_ep=tp_ep,
+        cp=alone,
         hcp=[alone],
         pp=pp,
         tp_dp_cp=group(grid.group(rank, "t", "d")),
@@ -125,17 +145,22 @@ class MegatronShards(FlatShards):
     def __init__(
         self,
         context: RankContext,
-        spec: ModelSpec,
+        spec: Decoder,
         model: GPTModel,
         of_stage: Sequence[Unit],
         groups: ProcessGroupCollection,
     ) -> None:
-        super().__init__(context, model, of_stage, groups.dp)
+        super().__init__(context, model, of_stage, groups.dp, expert_group=groups.expt_dp)
+        self.storage: Mapping[str, Tensor] = {
+            **self.storage,
+            **{n: b for n, b in model.named_buffers() if n.endswith(CONSTANT)},
+        }
         self.module, self.config, self.ddp_config = model, model.config, DistributedDataParallelConfig()
-        self._groups, self._first = groups, context.coords.t == 0
+        self._collection, self._first = groups, context.coords.t == 0
         self._named: dict[str, Any] = dict(model.named_parameters())
         for name, gradient in self.gradients.buffers.items():
-            self._named[name].main_grad = gradient
+            if name in self._named:  # what Megatron adds up; parts of experts are of no interest to it
+                self._named[name].main_grad = gradient
         start, stop = vocabulary_rows(spec.vocab, context.grid.t, context.coords.t)
         padded = (EMBEDDING,) if spec.head == "value" else (EMBEDDING, OUTPUT)
         padding = {name: self.storage[name][stop - start :] for name in padded if name in self.storage}
@@ -144,14 +169,17 @@ class MegatronShards(FlatShards):
         self.memory: Residency = _PaddedMemory(self.storage, padding, context.device)
 
     def reduce(self) -> None:
-        finalize_model_grads([self], None, pg_collection=self._groups)  # type: ignore[list-item]
+        finalize_model_grads([self], None, pg_collection=self._collection)  # type: ignore[list-item]
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Called by Megatron for the sum over data parallel ranks."""
         self.gradients.reduce()
 
     def counts(self, name: str) -> bool:
-        """Each parameter once: not its tensor parallel copies, not the second of tied embeddings."""
+        """Each parameter once: not its tensor parallel copies, not the second of tied embeddings. Of experts every
+        rank has a share of its own."""
+        if name not in self._named:
+            return True
         cut = self._first or getattr(self._named[name], "tensor_model_parallel", False)
         return cut and not getattr(self._named[name], "shared", False)
 
@@ -179,15 +207,24 @@ class PipelineLoop:
     """Fulfils `sharded_model.MicroBatchLoop` for stage `at` of `stages`.
 
     `selection` receives the positions that the output layer computes for each micro-batch. While `turn` is set, several
-    models train on these stages, and it says when a pass of this one may run what (`time_sharing`).
+    models train on these stages, and it says when a pass of this one may run what (`time_sharing`). Stages get zeros in
+    place of what a failed computation would have sent. Ranks with experts compute every micro-batch together, in
+    `lockstep`, and `empty` ones where their replica has fewer.
     """
 
     turn: PipelineTurn | None
+    replays: Replays | None = None
 
-    lockstep = False  # stages get zeros in place of what a failed computation would have sent
-
-    def __init__(self, context: RankContext, model: GPTModel, selection: SelectedPositions) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        model: GPTModel,
+        selection: SelectedPositions,
+        empty: Callable[[], MicroBatch] | None = None,
+    ) -> None:
         self.model, self.selection, self.device = model, selection, context.device
+        self.lockstep, self._empty = empty is not None and context.grid.size > 1, empty
+        self._replicas = Replicas(context) if self.lockstep else None
         self.at, self.stages, self.turn = context.coords.p, context.grid.p, None
         self.last_stage = self.at == self.stages - 1
         self._messages, self._context, self._passes = StageMessages(context), context, 0
@@ -201,13 +238,14 @@ class PipelineLoop:
         hidden: bool = False,
     ) -> list[Any]:
         self.model.eval()
-        found: list[Any] = []
+        found, given = list[Any](), len(micro_batches)
+        micro_batches = self._padded(micro_batches)
         forwards = [Instruction("forward", micro=i) for i in range(len(micro_batches))]
         works = (Work(micro_batches=(len(micro_batches),)),)
         mine = self._pass(micro_batches, lambda micro, out: found.append(read(micro, out)), failed, trains=False)
         with without_output_layer(self.model) if hidden and self.last_stage else nullcontext():
             mine.run_all(scheduled(works, [forwards] * self.stages).stages[self.at])
-        return found
+        return found[:given]
 
     def train(
         self,
@@ -216,11 +254,18 @@ class PipelineLoop:
         failed: Callable[[Exception], None],
     ) -> None:
         self.model.train()
+        micro_batches = self._padded(micro_batches)
         mine = self._pass(micro_batches, loss, failed, trains=True)
         if self.turn is not None:
             self.turn.take(mine)
         else:
             mine.run_all(one_f_one_b(self.stages, Work(micro_batches=(len(micro_batches),))).stages[self.at])
+
+    def _padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """With empty ones at the end, where ranks compute together."""
+        if self._replicas is None or self._empty is None:
+            return list(micro_batches)
+        return [*micro_batches, *[self._empty()] * (self._replicas.most(len(micro_batches)) - len(micro_batches))]
 
     def _pass(
         self, micro_batches: Sequence[MicroBatch], read: Callable, failed: Callable[[Exception], None], trains: bool
@@ -233,7 +278,8 @@ class PipelineLoop:
                 raise error from WaitTimeoutError("the tensor parallel ranks of this stage did not fail as well.")
 
         own = read if self.last_stage else None
-        return StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own, continues, trains)
+        args = self.model, self._messages, micro_batches, self.device, self._forward, own, continues, trains
+        return StagePass(*args, self.lockstep, self._replay)
 
     def _all_failed(self) -> bool:
         """Whether the tensor parallel ranks of this stage have all failed in this pass, as for an error in their data;
@@ -246,7 +292,20 @@ class PipelineLoop:
             found = groups.store.add(key, 0)
         return found >= size
 
+    def _replay(self, micro: MicroBatch) -> None:
+        """Before a computation of a micro-batch: Megatron's order of tokens is position-major, and those of a rank."""
+        if self.replays is None:
+            return
+        routing = micro.routing_on(self.device)
+        if routing is not None:
+            routing = routing.transpose(0, 1)
+            if self.model.config.sequence_parallel:
+                routing = routing.chunk(self._context.grid.t)[self._context.coords.t]
+            routing = routing.flatten(0, 1)
+        self.replays.set(routing)
+
     def _forward(self, micro: MicroBatch) -> Tensor:
+        self._replay(micro)
         self.selection.index = micro.position_major
         packed = PackedRow(sequences=micro.sequences) if micro.sequences is not None else None
         return self.model(input_ids=micro.ids, position_ids=None, attention_mask=None, packed_seq_params=packed)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ kv-heads (of this rank), D head dimension, E = D / 2.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,23 +26,34 @@ from torch import Tensor, nn
 from hybridflow.batch.pinned import to_device
 from hybridflow.engines.attention import causal_attention, packed_attention
 from hybridflow.engines.micro_batches import Sequences
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.architecture import Activation, Architecture, Attention, Rotation
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation over the last dimension, in the signature that Megatron's specs call."""
+    """Root mean square normalisation over the last dimension, in the signature that Megatron's specs call; with
+    `layernorm_zero_centered_gamma` times 1 + weight."""
 
     def __init__(self, config, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.eps, self.shifted = eps, config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  (read by Megatron)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and torch.is_grad_enabled():
-            return _CpuRMSNorm.apply(x, self.weight, self.eps)  # type: ignore[return-value]
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.shifted:  # in float32: near one, 16 bits of the sum would be fewer than those of the weight
+            return _rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.device.type == "cpu" and torch.is_grad_enabled():
+        return _CpuRMSNorm.apply(x, weight, eps)  # type: ignore[return-value]
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def device_of(config: Any) -> torch.device | str:
+    """Where Megatron builds a model of this configuration."""
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()  # type: ignore[return-value]
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -67,6 +77,76 @@ class _CpuRMSNorm(torch.autograd.Function):
         mean = (product @ weight.float()[:, None]).div_(-size)
         d_x = (d_rows * weight).addcmul_(unit, mean).mul_(scale)
         return d_x.view(x.shape).to(x.dtype), d_weight.to(weight.dtype), None
+
+
+class HeadsNorm(nn.Module):
+    """RMSNorm over all `heads` of queries or keys together, of which the ranks of `group` have equal parts.
+
+    x [..., N, D]; weight [N * D] of this rank's heads.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float, heads: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.eps, self.group, self.size = eps, group, heads * hidden_size
+        own = torch.ones(self.size // group.size(), dtype=config.params_dtype, device=device_of(config))
+        self.weight = nn.Parameter(own)
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]  (each rank counts its own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.flatten(-2).float()
+        total = wide.square().sum(-1, keepdim=True)
+        if self.group.size() > 1:
+            total = _AllSum.apply(total, self.group)
+        unit = wide * (total / self.size + self.eps).rsqrt()
+        return (unit.to(x.dtype) * self.weight).view(x.shape)
+
+
+class _AllSum(torch.autograd.Function):
+    """The sum over the ranks of a group, each of which uses it: so is the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[override]
+        d = d.contiguous().clone()
+        dist.all_reduce(d, group=ctx.group)
+        return d, None
+
+
+class LayerOutput(RowParallelLinear):
+    """What attention or MLP adds to the residual stream: normalised where the architecture has a norm behind it, and
+    times `scale`."""
+
+    def __init__(self, *args: Any, config: Any, normed: bool, scale: float, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.scale = scale
+        self.post_layernorm = RMSNorm(config, self.output_size, config.layernorm_epsilon) if normed else None
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(input_)
+        out = out if self.post_layernorm is None else self.post_layernorm(out)
+        return out if self.scale == 1.0 else out * self.scale, bias
+
+
+def gated(activation: Activation) -> type[nn.Module]:
+    """The module that turns fused [S, B, 2F] into activation(gate) * up [S, B, F]."""
+    return SwiGLU if activation == "silu" else GeGLU
+
+
+class GeGLU(nn.Module):
+    """gelu(gate) * up, gelu in its approximation by tanh."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+
+    def forward(self, fused: Tensor) -> Tensor:
+        gate, up = fused.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
 
 
 class SwiGLU(nn.Module):
@@ -165,6 +245,8 @@ def _forward(
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a @ b.T + bias; a [..., K], b [M, K], any strides."""
+    if not a.numel():  # oneDNN refuses to multiply nothing
+        return F.linear(a, b, bias)
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
@@ -197,32 +279,21 @@ class PackedRow(PackedSeqParams):
     sequences: Sequences | None = None
 
 
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """[E] float32: rotations per position, with Llama 3's scaling of long wavelengths where the model asks for it."""
-    exponent_E = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    inverse_E = 1.0 / (spec.rope_theta**exponent_E)
-    if not spec.rope_scaling:
-        return inverse_E
-    scaling = dict(spec.rope_scaling)
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    context = scaling["original_max_position_embeddings"]
-    wavelength_E = 2 * math.pi / inverse_E
-    smooth_E = ((context / wavelength_E - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth_E) * inverse_E / factor + smooth_E * inverse_E
-
-
 class Rotary:
     """cos and sin of every position's rotation, [S, E] in the asked dtype; kept for the last few lengths and rows."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.inverse_E = inverse_frequencies(spec)
+    def __init__(self, rotation: Rotation) -> None:
+        self.inverse_E, self.scale = torch.tensor(rotation.inverse), rotation.scale
         self.table = lru_cache(maxsize=16)(self._table)
         self.packed = lru_cache(maxsize=4)(self._packed)  # all layers ask for the same row, one after the other
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         (inverse_E,) = to_device([self.inverse_E], device)
         angle_SE = torch.outer(torch.arange(length, device=device).float(), inverse_E)
-        return angle_SE.cos().to(dtype), angle_SE.sin().to(dtype)
+        cos_SE, sin_SE = angle_SE.cos(), angle_SE.sin()
+        if self.scale != 1.0:
+            cos_SE, sin_SE = cos_SE * self.scale, sin_SE * self.scale
+        return cos_SE.to(dtype), sin_SE.to(dtype)
 
     def _packed(self, sequences: Sequences, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[S, 1, E]: the positions of every sequence begin at 0."""
@@ -231,35 +302,46 @@ class Rotary:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates the two halves of [..., D] (any strides) against each other; the result is contiguous.
+    """Rotates the pairs of the first 2E of [..., D] (any strides); the result is contiguous.
 
     cos and sin are broadcast from [..., E]."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx, x, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx, d):  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotate(d, cos, -sin), None, None
+        return _rotate(d, cos, -sin, ctx.interleaved), None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    out, turned = torch.empty(x.shape, dtype=x.dtype, device=x.device), 2 * cos.shape[-1]
+    (a, b), (out_a, out_b) = (_pairs(whole[..., :turned], interleaved) for whole in (x, out))
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    if turned < x.shape[-1]:
+        out[..., turned:] = x[..., turned:]
     return out
 
 
-class CoreAttention(nn.Module):
-    """Megatron's core attention with rotary embeddings, grouped kv-heads and an optional sliding window."""
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)  # type: ignore[return-value]
 
-    def __init__(self, rotary: Rotary, sliding_window: int | None, **_) -> None:
+
+class CoreAttention(nn.Module):
+    """Megatron's core attention of a layer: rotary embeddings, grouped kv-heads, an optional sliding window.
+
+    `rotary` is that of the layer's rotation, None without one."""
+
+    def __init__(self, arch: Architecture, layer: Attention, rotary: Rotary | None, **_) -> None:
         super().__init__()
-        self.rotary, self.sliding_window = rotary, sliding_window
+        self.rotary, self.sliding_window = rotary, layer.window
+        self.interleaved = layer.rotation is not None and layer.rotation.interleaved
+        self.scale, self.softcap = arch.scale, arch.softcap
 
     def forward(
         self,
@@ -274,16 +356,20 @@ class CoreAttention(nn.Module):
         if packed_seq_params is not None and packed_seq_params.sequences is not None:
             return self._packed(query, key, value, packed_seq_params.sequences)
         length, rows, heads, head_dim = query.shape
-        cos_SE, sin_SE = self.rotary.table(length, query.device, query.dtype)
-        q_BNSD = _Rotate.apply(query.permute(1, 2, 0, 3), cos_SE, sin_SE)
-        k_BKSD = _Rotate.apply(key.permute(1, 2, 0, 3), cos_SE, sin_SE)
-        out_BNSD = causal_attention(q_BNSD, k_BKSD, value.permute(1, 2, 0, 3), self.sliding_window)  # type: ignore[arg-type]
+        q_BNSD, k_BKSD = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3)
+        if self.rotary is not None:
+            cos_SE, sin_SE = self.rotary.table(length, query.device, query.dtype)
+            q_BNSD, k_BKSD = (_Rotate.apply(x, cos_SE, sin_SE, self.interleaved) for x in (q_BNSD, k_BKSD))
+        v_BKSD = value.permute(1, 2, 0, 3)
+        out_BNSD = causal_attention(q_BNSD, k_BKSD, v_BKSD, self.sliding_window, self.scale, self.softcap)  # type: ignore[arg-type]
         return out_BNSD.permute(2, 0, 1, 3).reshape(length, rows, heads * head_dim)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
-        cos_S1E, sin_S1E = self.rotary.packed(sequences, query.dtype)
-        q_SND, k_SKD = _Rotate.apply(query, cos_S1E, sin_S1E), _Rotate.apply(key, cos_S1E, sin_S1E)
-        return packed_attention(q_SND, k_SKD, value, sequences, self.sliding_window).flatten(1)  # type: ignore[arg-type]
+        if self.rotary is not None:
+            cos_S1E, sin_S1E = self.rotary.packed(sequences, query.dtype)
+            query, key = (_Rotate.apply(x, cos_S1E, sin_S1E, self.interleaved) for x in (query, key))  # type: ignore[assignment]
+        window, scale, softcap = self.sliding_window, self.scale, self.softcap
+        return packed_attention(query, key, value, sequences, window, scale, softcap).flatten(1)
 
 
 class SharedHeadAttention(SelfAttention):

@@ -4,77 +4,118 @@ Storage names are the local parameter names of Megatron's GPTModel: layers are c
 query, key and value rows are interleaved per kv-head (`q q k v | q q k v`), gate and up rows follow each other, the
 vocabulary is padded to a multiple of t, and with tied embeddings the last of several stages has a copy of its own.
 The interleaved rows are cut into t equal parts, also where that cuts through a kv-head because there are fewer of them
-than ranks (Megatron then gathers activations, not weights; see `layers.SharedHeadAttention`).
+than ranks (Megatron then gathers activations, not weights; see `layers.SharedHeadAttention`). A rank holds whole
+experts, or columns of them, one behind the other: storage of each is a part of one parameter.
 
-The units of a stage are the embedding, the fused query, key and value of each decoder layer, the rest of that layer,
-the final norm and the output layer. So their memory can be released alone, or shared with generation, which stores the
-rest of a layer alike but seldom the fused rows; and an optimizer step can update and gather each alone.
+The units of a stage are the embedding, the fused query, key and value of each decoder layer, its experts, the rest of
+that layer, the final norm and the output layer. So their memory can be released alone, or shared with generation, which
+stores the rest of a layer alike but seldom the fused rows; and an optimizer step can update and gather each alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 from operator import add
 
 from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.units import Unit, owned_layout
-from hybridflow.models.spec import ModelSpec
-from hybridflow.topology import Coords, RankGrid
+from hybridflow.errors import ModelError, PlacementError
+from hybridflow.models.architecture import Experts, architecture
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.spec import Part
+from hybridflow.topology import RankGrid
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv\.)?")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:(self_attention\.linear_qkv\.)|(mlp\.experts\.\d+\.))?")
+CONSTANT = ".mlp.router.bias"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def check(strategy: Megatron, spec: ModelSpec, grid: RankGrid, role: str = "the model") -> None:
-    """Errors: ModelError when the model cannot be split by t, p and the stages' layers."""
-    spec.check_parallel(grid.p, grid.t, role, strategy.stage_layers)
+def check(strategy: Megatron, spec: Decoder, grid: RankGrid, role: str = "the model") -> None:
+    """Errors: ModelError when the model is not computed here, or cannot be split by t, p, the stages' layers and the
+    shares of experts; PlacementError for a grid with other shares than the strategy's."""
+    if (grid.ep, grid.etp) != (strategy.ep, strategy.etp):
+        raise PlacementError(
+            f"{role} has a grid of its own with ep={grid.ep}, etp={grid.etp}, {strategy} asks for ep={strategy.ep}, "
+            f"etp={strategy.etp}. Give both the same, or leave grid= out."
+        )
+    found = architecture(spec)
+    found.check_parallel(grid.p, grid.t, role, strategy.stage_layers)
+    found.check_experts(grid.experts.ep, grid.experts.etp, role)
+    _check_tensors(spec)
 
 
-def weights_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
+@lru_cache(maxsize=64)
+def _check_tensors(spec: Decoder) -> None:
+    """Errors: ModelError for a tensor of the model that has no place here, or of which a part is left out."""
+    held = dict.fromkeys(spec.tensors(), 0)
+    try:
+        for region in _Stage(spec, RankGrid(), 0, range(spec.layers)).regions():
+            held[region.box.tensor] += region.box.numel
+    except KeyError as missing:
+        raise ModelError(f"this {spec.family} model lacks {missing}, which Megatron computes with.") from None
+    for name, shape in spec.tensors().items():
+        if held[name] != prod(shape):
+            raise ModelError(
+                f"Megatron has no place for {name} {shape} of this {spec.family} model. Use FSDP() or ZeRO(), which "
+                f"take any decoder."
+            )
+
+
+def weights_layout(strategy: Megatron, spec: Decoder, grid: RankGrid) -> Layout:
     """Which rank of `grid` holds which boxes of `spec`. Errors: those of `megatron_layout`."""
     return megatron_layout(spec, grid, strategy.stage_layers)
 
 
-def state_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
+def state_layout(strategy: Megatron, spec: Decoder, grid: RankGrid) -> Layout:
     """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
 
     As in Megatron's distributed optimizer, of every unit's buffer each data parallel rank owns one contiguous range.
     Padding of the vocabulary has state too, which is zero and in no box. Errors: those of `megatron_layout`.
     """
 
-    def of_rank(rank: int) -> tuple[list[Unit], int, int]:
-        at = grid.coords(rank)
-        return units(spec, grid, at, strategy.stage_layers), grid.d, at.d
+    def of_rank(rank: int) -> list[tuple[Unit, int, int]]:
+        dense, experts = (grid.d, grid.coords(rank).d), (grid.experts.edp, grid.experts.coords(rank).edp)
+        return [
+            (unit, *(experts if unit.experts else dense)) for unit in units(spec, grid, rank, strategy.stage_layers)
+        ]
 
     return owned_layout(weights_layout(strategy, spec, grid), of_rank)
 
 
-def megatron_layout(spec: ModelSpec, grid: RankGrid, stage_layers: Sequence[int] | None = None) -> Layout:
-    """Layout of `spec` over `grid`; data parallel ranks hold the same boxes.
+def megatron_layout(spec: Decoder, grid: RankGrid, stage_layers: Sequence[int] | None = None) -> Layout:
+    """Layout of `spec` over `grid`; data parallel ranks hold the same boxes, except of experts.
 
     `stage_layers` are the decoder layers of each pipeline stage (default: as even as can be, larger stages first).
-    Errors: ModelError when the model cannot be split by t and p (`ModelSpec.check_parallel`).
+    Errors: ModelError when the model cannot be split so (`Architecture.check_parallel`, `check_experts`).
     """
-    spec.check_parallel(grid.p, grid.t, stage_layers=stage_layers)
-    tensors, split = spec.tensors(), stages(spec.layers, grid.p, stage_layers)
+    found = architecture(spec)
+    found.check_parallel(grid.p, grid.t, stage_layers=stage_layers)
+    found.check_experts(grid.experts.ep, grid.experts.etp)
+    split = stages(spec.layers, grid.p, stage_layers)
 
     def regions(rank: int) -> list[Region]:
-        at = grid.coords(rank)
-        return _Stage(spec, grid, at, split[at.p], tensors).regions()
+        return _Stage(spec, grid, rank, split[grid.coords(rank).p]).regions()
 
-    return Layout(tensors, grid.size, regions, part=lambda rank: grid.coords(rank)[:2])
+    def part(rank: int) -> tuple[int, ...]:
+        own = grid.coords(rank)[:2]
+        return own if found.experts is None else (*own, grid.experts.coords(rank).ep, grid.experts.coords(rank).etp)
+
+    return Layout(spec.tensors(), grid.size, regions, part=part)
 
 
 class _Stage:
     """One rank's regions of each tensor; `layers` are its stage's decoder layers."""
 
-    def __init__(
-        self, spec: ModelSpec, grid: RankGrid, at: Coords, layers: range, tensors: dict[str, tuple[int, ...]]
-    ) -> None:
-        self.spec, self.grid, self.at, self.layers, self.tensors = spec, grid, at, layers, tensors
+    def __init__(self, spec: Decoder, grid: RankGrid, rank: int, layers: range) -> None:
+        self.spec, self.arch, self.grid, self.layers = spec, architecture(spec), grid, layers
+        self.at, self.tensors = grid.coords(rank), spec.tensors()
+        self.share = grid.experts.coords(rank)
 
     def regions(self) -> list[Region]:
         spec, first, last = self.spec, self.at.p == 0, self.at.p == self.grid.p - 1
@@ -95,39 +136,78 @@ class _Stage:
         return out
 
     def _layer(self, layer: int, to: str) -> list[Region]:
-        name = f"model.layers.{layer}."
-        out = [
-            *self._whole(f"{name}input_layernorm.weight", f"{to}input_layernorm.weight"),
-            *self._qkv(f"{name}self_attn.", f"{to}self_attention.linear_qkv.", "weight"),
-            *self._shard(f"{name}self_attn.o_proj.weight", f"{to}self_attention.linear_proj.weight", dim=1),
-            *self._whole(f"{name}post_attention_layernorm.weight", f"{to}pre_mlp_layernorm.weight"),
-            *self._shard(f"{name}mlp.gate_proj.weight", f"{to}mlp.linear_fc1.weight", dim=0),
-            *self._shard(
-                f"{name}mlp.up_proj.weight", f"{to}mlp.linear_fc1.weight", 0, self.spec.intermediate // self.grid.t
-            ),
-            *self._shard(f"{name}mlp.down_proj.weight", f"{to}mlp.linear_fc2.weight", dim=1),
-        ]
-        if self.spec.qkv_bias:
-            out += self._qkv(f"{name}self_attn.", f"{to}self_attention.linear_qkv.", "bias")
-        if self.spec.qk_norm:
-            out += self._whole(f"{name}self_attn.q_norm.weight", f"{to}self_attention.q_layernorm.weight")
-            out += self._whole(f"{name}self_attn.k_norm.weight", f"{to}self_attention.k_layernorm.weight")
+        name, arch, out = f"model.layers.{layer}.", self.arch, list[Region]()
+        for norm, place in (
+            (arch.norms.before_attention, "input_layernorm"),
+            (arch.norms.after_attention, "self_attention.linear_proj.post_layernorm"),
+            (arch.norms.before_mlp, "pre_mlp_layernorm"),
+            (arch.norms.after_mlp, "mlp.post_layernorm" if arch.sparse[layer] else "mlp.linear_fc2.post_layernorm"),
+        ):
+            out += self._whole(f"{name}{norm}.weight", f"{to}{place}.weight") if norm else []
+        attention, to_attention = f"{name}self_attn.", f"{to}self_attention."
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            out += self._qkv(attention, f"{to_attention}linear_qkv.", kind)
+        out += self._shard(f"{attention}o_proj.weight", f"{to_attention}linear_proj.weight", dim=1)
+        for norm in "qk" if arch.qk_norm else "":
+            cut = self._whole if arch.qk_norm == "head" else self._shard
+            out += cut(f"{attention}{norm}_norm.weight", f"{to_attention}{norm}_layernorm.weight")
+        if arch.experts is not None and arch.sparse[layer]:
+            return out + self._experts(arch.experts, name, f"{to}mlp.")
+        return out + self._mlp([f"{name}mlp.{part}" for part in arch.gate_up], f"{name}mlp.down_proj", f"{to}mlp.")
+
+    def _mlp(self, gate_up: Sequence[str], down: str, to: str) -> list[Region]:
+        """Gate and up may be the halves of one tensor."""
+        fused, out = len(gate_up) == 1, list[Region]()
+        for half in range(2):
+            tensor = f"{gate_up[0 if fused else half]}.weight"
+            columns = self.tensors[tensor][0] // (1 + fused)
+            here = columns // self.grid.t
+            row = half * columns * fused + self.at.t * here
+            out.append(self._rows(tensor, f"{to}linear_fc1.weight", row, row + here, half * here))
+        return out + self._shard(f"{down}.weight", f"{to}linear_fc2.weight", dim=1)
+
+    def _experts(self, experts: Experts, name: str, to: str) -> list[Region]:
+        router, gate, up, down, shared, shared_gate = (f"{name}{part}" for part in experts.names)
+        out = list(self._whole(f"{router}.weight", f"{to}router.weight"))
+        if experts.bias:
+            out += self._whole(f"{name}{experts.bias}", f"{to}router.bias")
+        if experts.shared_columns:
+            parts = [f"{shared}.{part}_proj" for part in ("gate", "up", "down")]
+            out += self._mlp(parts[:2], parts[2], f"{to}shared.")
+        if experts.shared_gate:
+            out += self._whole(f"{shared_gate}.weight", f"{to}shared_gate.weight")
+        here = experts.count // self.grid.experts.ep
+        mine = [(e, f"{to}experts.{e}.") for e in range(here)]  # all first matrices, then all second ones: see `units`
+        first, width = self.share.ep * here, experts.columns // self.grid.experts.etp
+        start = self.share.etp * width
+        for e, place in mine:
+            for half, part in enumerate((gate, up)):
+                tensor = f"{part.format(first + e)}.weight"
+                out.append(self._rows(tensor, f"{place}fc1", start, start + width, half * width))
+        for e, place in mine:
+            tensor = f"{down.format(first + e)}.weight"
+            rows = self.tensors[tensor][0]
+            out.append(Region(Box(tensor, (0, start), (rows, start + width)), f"{place}fc2", (0, 0)))
         return out
 
     def _qkv(self, name: str, to: str, kind: str) -> list[Region]:
-        """This rank's part of the rows of every kv-head's query heads, key head and value head, one after the other."""
-        d, shared = self.spec.head_dim, self.spec.heads // self.spec.kv_heads
-        here = (shared + 2) * d * self.spec.kv_heads // self.grid.t
+        """This rank's part of the rows of every kv-head's query heads, key head and value head, one after the other.
+
+        The model's rows may be one tensor, all queries before all keys before all values."""
+        d, heads, kv_heads = self.arch.head_dim, self.arch.heads, self.arch.kv_heads
+        shared, fused = heads // kv_heads, len(self.arch.qkv) == 1
+        here = (shared + 2) * d * kv_heads // self.grid.t
         first, out = self.at.t * here, []
-        for head in range(self.spec.kv_heads):
+        begins = (0, heads * d, (heads + kv_heads) * d) if fused else (0, 0, 0)
+        for head in range(kv_heads):
             at = head * (shared + 2) * d
-            for which, heads in (("q", shared), ("k", 1), ("v", 1)):
-                start, stop = max(at, first), min(at + heads * d, first + here)
+            for which, count in enumerate((shared, 1, 1)):
+                start, stop = max(at, first), min(at + count * d, first + here)
                 if start < stop:
-                    row = head * heads * d + start - at
-                    tensor = f"{name}{which}_proj.{kind}"
+                    row = begins[which] + head * count * d + start - at
+                    tensor = f"{name}{self.arch.qkv[0 if fused else which]}.{kind}"
                     out.append(self._rows(tensor, to + kind, row, row + stop - start, start - first))
-                at += heads * d
+                at += count * d
         return out
 
     def _vocabulary(self, name: str, to: str) -> list[Region]:
@@ -139,15 +219,15 @@ class _Stage:
         zeros = (0,) * len(rest)
         return Region(Box(name, (start, *zeros), (stop, *rest)), to, (offset, *zeros))
 
-    def _shard(self, name: str, to: str, dim: int, offset: int = 0) -> list[Region]:
-        """The t-th part along `dim`, stored at `offset` along dimension 0."""
+    def _shard(self, name: str, to: str, dim: int = 0) -> list[Region]:
+        """The t-th part along `dim`."""
         shape = self.tensors[name]
         size = shape[dim] // self.grid.t
         start, stop = [0] * len(shape), list(shape)
         start[dim], stop[dim] = self.at.t * size, (self.at.t + 1) * size
-        return [Region(Box(name, tuple(start), tuple(stop)), to, (offset, *[0] * (len(shape) - 1)))]
+        return [Region(Box(name, tuple(start), tuple(stop)), to, (0,) * len(shape))]
 
-    def _whole(self, name: str, to: str) -> Sequence[Region]:
+    def _whole(self, name: str, to: str) -> list[Region]:
         shape = self.tensors[name]
         return [Region(Box.whole(name, shape), to, (0,) * len(shape))]
 
@@ -173,24 +253,34 @@ def vocabulary_rows(vocab: int, t: int, at: int) -> tuple[int, int]:
     return min(vocab, at * here), min(vocab, (at + 1) * here)
 
 
-def units(spec: ModelSpec, grid: RankGrid, at: Coords, stage_layers: Sequence[int] | None = None) -> list[Unit]:
+def units(spec: Decoder, grid: RankGrid, rank: int, stage_layers: Sequence[int] | None = None) -> list[Unit]:
+    at = grid.coords(rank)
     here, first, last = stages(spec.layers, grid.p, stage_layers)[at.p], at.p == 0, at.p == grid.p - 1
     vocabulary = (padded_vocab(spec.vocab, grid.t) // grid.t, spec.hidden)
     own_output = spec.head == "value" or not spec.tied
     behind = int(own_output)  # the part of the final norm: it is too small for one, without an output layer of its own
-    fused: list[dict[str, tuple[int, ...]]] = [{} for _ in here]
-    rest: list[dict[str, tuple[int, ...]]] = [{} for _ in here]
-    for region in _Stage(spec, grid, at, here, spec.tensors()).regions():
-        if (found := _LAYER.match(region.storage)) is not None:
-            shapes = (fused if found[2] else rest)[int(found[1])]
+    fused, experts, rest = ([dict[str, tuple[int, ...]]() for _ in here] for _ in range(3))
+    for region in _Stage(spec, grid, rank, here).regions():
+        if (found := _LAYER.match(region.storage)) is not None and not region.storage.endswith(CONSTANT):
+            shapes = (fused if found[2] else experts if found[3] else rest)[int(found[1])]
             end = tuple(map(add, region.offset, region.box.shape))
             shapes[region.storage] = tuple(map(max, end, shapes.get(region.storage, end)))
     out = [Unit({EMBEDDING: vocabulary}, part=0)] if first else []
-    for part, layer in enumerate(zip(fused, rest, strict=True), start=behind + 1):
-        out += [Unit(shapes, part=part) for shapes in layer]
+    for part, layer in enumerate(zip(fused, rest, experts, strict=True), start=behind + 1):
+        out += [Unit(shapes, part=part) for shapes in layer[:2]]
+        if layer[2]:
+            out.append(Unit(layer[2], _stacked(layer[2]), part, experts=True))
     if last:
         out.append(Unit({"decoder.final_layernorm.weight": (spec.hidden,)}, part=behind))
     if last and not (first and not own_output):
         # a copy of tied embeddings steps with the original, and is cut over data parallel ranks like it
         out.append(Unit({OUTPUT: (1, spec.hidden) if spec.head == "value" else vocabulary}, part=behind))
     return out
+
+
+def _stacked(matrices: dict[str, tuple[int, ...]]) -> dict[str, Part]:
+    """The parameters in which a rank's experts lie one behind the other."""
+    found: dict[str, list[str]] = {}
+    for name in matrices:
+        found.setdefault(_EXPERT.sub(".experts.", name), []).append(name)
+    return {name: Part((len(own), *matrices[own[0]]), tuple(own)) for name, own in found.items()}

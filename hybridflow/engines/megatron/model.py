@@ -1,8 +1,8 @@
-"""Megatron's GPTModel from a ModelSpec: one pipeline stage of one tensor parallel rank."""
+"""Megatron's GPTModel of an Architecture: one pipeline stage of one tensor parallel rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,43 +23,47 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import nn
+from torch import Tensor, nn
 
 from hybridflow.config import Megatron
+from hybridflow.engines.megatron.experts import MixtureOfExperts
 from hybridflow.engines.megatron.layers import (
     CoreAttention,
+    HeadsNorm,
+    LayerOutput,
     RMSNorm,
     Rotary,
     SelectedPositions,
     SharedHeadAttention,
-    SwiGLU,
     ValueHead,
+    gated,
     use_onednn,
 )
 from hybridflow.engines.megatron.layout import padded_vocab
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.architecture import Architecture, Rotation
 from hybridflow.topology import Coords, RankGrid
 
 RNG_NAME = "model-parallel-rng"
 
 
 def transformer_config(
-    spec: ModelSpec, strategy: Megatron, grid: RankGrid, dtype: torch.dtype, device: torch.device
+    arch: Architecture, strategy: Megatron, grid: RankGrid, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """No fusion needs an extension; losses are shares of a global sum, so nothing is averaged."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=spec.layers,
-        hidden_size=spec.hidden,
-        ffn_hidden_size=spec.intermediate,
-        num_attention_heads=spec.heads,
-        num_query_groups=spec.kv_heads,
-        kv_channels=spec.head_dim,
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        ffn_hidden_size=arch.intermediate,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        qk_layernorm=spec.qk_norm,
+        layernorm_epsilon=arch.norm_eps,
+        layernorm_zero_centered_gamma=arch.norm_shift == 1.0,
+        qk_layernorm=arch.qk_norm == "head",  # Megatron then adds up the gradients of copies, which others are not
         add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
+        add_qkv_bias=arch.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         use_te_activation_func=True,  # the layer spec's activation (SwiGLU) takes the fused gate and up
@@ -67,7 +71,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.t,
         pipeline_model_parallel_size=grid.p,
-        sequence_parallel=sequence_parallel(strategy, grid),
+        sequence_parallel=sequence_parallel(strategy, grid, arch),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -88,42 +92,47 @@ def transformer_config(
     )
 
 
-def sequence_parallel(strategy: Megatron, grid: RankGrid) -> bool:
-    return strategy.sequence_parallel and grid.t > 1
+def sequence_parallel(strategy: Megatron, grid: RankGrid, arch: Architecture) -> bool:
+    """Tensor parallel ranks with experts share the tokens: each sends its own to them."""
+    return grid.t > 1 and (strategy.sequence_parallel or arch.experts is not None)
 
 
 def build_gpt(
-    spec: ModelSpec,
+    arch: Architecture,
     config: TransformerConfig,
     at: Coords,
-    layers: int,
+    layers: range,
     groups: ProcessGroupCollection,
     device: torch.device,
 ) -> tuple[GPTModel, SelectedPositions]:
-    """This rank's stage of `layers` decoder layers, its weights not yet set, and the selection of positions before its
-    output layer."""
+    """This rank's stage of decoder `layers`, its weights not yet set, and the selection of positions before its output
+    layer."""
     first, last = at.p == 0, at.p == config.pipeline_model_parallel_size - 1
     if config.sequence_parallel:
         _prepare_sequence_parallel()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block(spec, config, layers),  # type: ignore[arg-type]
-        vocab_size=padded_vocab(spec.vocab, config.tensor_model_parallel_size),
-        max_sequence_length=spec.context,
+        transformer_layer_spec=_block(arch, config, layers, groups),  # type: ignore[arg-type]
+        vocab_size=padded_vocab(arch.vocab, config.tensor_model_parallel_size),
+        max_sequence_length=arch.context,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=spec.tied and spec.head == "lm",
+        share_embeddings_and_output_weights=arch.tied and arch.head == "lm",
         position_embedding_type="none",  # our core attention rotates
         pg_collection=groups,
     )
     selection = SelectedPositions(groups.tp, config.sequence_parallel)
+    if first and arch.embedding_scale != 1.0:
+        model.embedding.register_forward_hook(partial(_scaled, arch.embedding_scale))
     if last:
-        if spec.head == "value":
-            model.output_layer = ValueHead(spec.hidden, config.params_dtype, device)  # type: ignore[assignment]
+        if arch.head == "value":
+            model.output_layer = ValueHead(arch.hidden, config.params_dtype, device)  # type: ignore[assignment]
         else:
             model.output_layer.sequence_parallel = False  # see SelectedPositions
             model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
         model.output_layer.register_forward_pre_hook(selection)
+        if arch.head == "lm" and (arch.logit_scale, arch.logit_softcap) != (1.0, None):
+            model.output_layer.register_forward_hook(partial(_logits, arch))
     _mark_tensor_parallel(model)
     if device.type == "cpu" and config.params_dtype == torch.float32:
         use_onednn(model)
@@ -140,28 +149,79 @@ def without_output_layer(model: GPTModel) -> Iterator[None]:
         del model.output_layer.forward
 
 
-def _block(spec: ModelSpec, config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
-    own_heads = spec.kv_heads >= config.tensor_model_parallel_size
-    qk_norm = RMSNorm if spec.qk_norm else IdentityOp
+def _scaled(scale: float, module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+    """Hook: the output times `scale`, rounded as transformers rounds it."""
+    return out * float(torch.tensor(scale, dtype=out.dtype))
+
+
+def _logits(arch: Architecture, module: nn.Module, args: tuple, out: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Hook of the output layer: scaled and capped, unless it is left out (`without_output_layer`)."""
+    rows, bias = out
+    if rows is args[0]:
+        return out
+    rows = rows * arch.logit_scale if arch.logit_scale != 1.0 else rows
+    return (rows if arch.logit_softcap is None else (rows / arch.logit_softcap).tanh() * arch.logit_softcap), bias
+
+
+def _block(
+    arch: Architecture, config: TransformerConfig, layers: range, groups: ProcessGroupCollection
+) -> TransformerBlockSubmodules:
+    rotary = {each.rotation: Rotary(each.rotation) for each in arch.attention if each.rotation is not None}
+    specs = [_layer(arch, config, layer, rotary, groups) for layer in layers]
+    return TransformerBlockSubmodules(specs, RMSNorm)  # type: ignore[arg-type]
+
+
+def _layer(
+    arch: Architecture,
+    config: TransformerConfig,
+    layer: int,
+    rotary: Mapping[Rotation, Rotary],
+    groups: ProcessGroupCollection,
+) -> ModuleSpec:
+    own_heads = arch.kv_heads >= config.tensor_model_parallel_size
+    each, norms = arch.attention[layer], arch.norms
+    core = partial(CoreAttention, arch, each, rotary[each.rotation] if each.rotation is not None else None)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
-        core_attention=partial(CoreAttention, Rotary(spec), spec.sliding_window),  # type: ignore[arg-type]
-        linear_proj=RowParallelLinear,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
+        core_attention=core,  # type: ignore[arg-type]
+        linear_proj=_output(arch, norms.after_attention),  # type: ignore[arg-type]
+        q_layernorm=_heads_norm(arch, arch.heads, groups),
+        k_layernorm=_heads_norm(arch, arch.kv_heads, groups),
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, activation_func=SwiGLU, linear_fc2=RowParallelLinear)
-    layer = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(
-            SelfAttention if own_heads else SharedHeadAttention, {"attn_mask_type": AttnMaskType.causal}, attention
+    mlp = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        activation_func=gated(arch.activation),  # type: ignore[arg-type]
+        linear_fc2=_output(arch, norms.after_mlp),  # type: ignore[arg-type]
+    )
+    if arch.sparse[layer]:
+        ends = ModuleSpec(MixtureOfExperts, {"experts": arch.experts, "groups": groups, "shared": mlp})
+    else:
+        ends = ModuleSpec(MLP, submodules=mlp)
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm if norms.before_attention else IdentityOp,
+            self_attention=ModuleSpec(
+                SelfAttention if own_heads else SharedHeadAttention, {"attn_mask_type": AttnMaskType.causal}, attention
+            ),
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+            pre_mlp_layernorm=RMSNorm if norms.before_mlp else IdentityOp,
+            mlp=ends,
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         ),
-        self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
-        pre_mlp_layernorm=RMSNorm,
-        mlp=ModuleSpec(MLP, submodules=mlp),
-        mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
     )
-    return TransformerBlockSubmodules([ModuleSpec(TransformerLayer, submodules=layer)] * layers, RMSNorm)  # type: ignore[arg-type]
+
+
+def _output(arch: Architecture, norm: str) -> Any:
+    if not norm and arch.residual_scale == 1.0:
+        return RowParallelLinear
+    return ModuleSpec(LayerOutput, {"normed": bool(norm), "scale": arch.residual_scale})
+
+
+def _heads_norm(arch: Architecture, heads: int, groups: ProcessGroupCollection) -> Any:
+    if arch.qk_norm == "all":
+        return ModuleSpec(HeadsNorm, {"heads": heads, "group": groups.tp})
+    return RMSNorm if arch.qk_norm else IdentityOp
 
 
 def _prepare_sequence_parallel() -> None:

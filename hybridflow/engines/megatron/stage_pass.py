@@ -28,7 +28,8 @@ class StagePass:
     scalar whose gradients are added up. Without `trains` nothing is added up, and `loss` may return anything.
 
     `failed(error)` receives the first error of a computation, and raises where the pass cannot continue without it.
-    Errors of communication are raised.
+    Errors of communication are raised. In `lockstep` other ranks wait for each computation of this one: only `loss` may
+    fail, and what it would have read is computed on. `replay` is called before a backward pass.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class StagePass:
         loss: Callable[[MicroBatch, Tensor], Tensor] | None,
         failed: Callable[[Exception], None],
         trains: bool = True,
+        lockstep: bool = False,
+        replay: Callable[[MicroBatch], None] = lambda micro: None,
     ) -> None:
         self.micro_batches, self._model, self._messages = micro_batches, model, messages
         self._device, self._forward, self._loss, self._failed = device, forward, loss, failed
-        self._trains, self._broken = trains, False
+        self._trains, self._broken, self._lockstep, self._replay = trains, False, lockstep, replay
         self._arriving: dict[tuple[Direction, int], tuple[dist.Work, Tensor]] = {}
         self._inputs: dict[int, Tensor | None] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -61,6 +64,7 @@ class StagePass:
                 self._outputs[each.micro] = self._buffer(each.micro).zero_() if out is None else out
         elif verb == "backward":
             gradient, arrived = self._arrived("backward", each.micro), self._inputs.pop(each.micro)
+            self._replay(self.micro_batches[each.micro])  # layers may be computed again
             self._attempt(partial(self._outputs.pop(each.micro).backward, gradient))
             if arrived is not None:  # until it is sent
                 self._inputs[each.micro] = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
@@ -90,11 +94,11 @@ class StagePass:
 
     def _attempt(self, compute: Callable[[], Tensor | None]) -> Tensor | None:
         """The result of a computation; None after an error."""
-        if not self._broken:
+        if not self._broken or self._lockstep:
             try:
                 return compute()
             except Exception as error:
-                if is_communication_error(error):
+                if self._lockstep or is_communication_error(error):
                     raise
                 self._failed(error)
                 self._broken = True
@@ -107,7 +111,19 @@ class StagePass:
         moved = self.micro_batches[micro].to(self._device)
         with torch.set_grad_enabled(self._trains):
             out = self._forward(moved)
-            return out if self._loss is None else self._loss(moved, out[0])
+            if self._loss is None:
+                return out
+            if not self._lockstep:
+                return self._loss(moved, out[0])
+            try:
+                if not self._broken:
+                    return self._loss(moved, out[0])
+            except Exception as error:
+                if is_communication_error(error):
+                    raise
+                self._failed(error)
+                self._broken = True
+            return out[0].sum() * 0.0
 
     def _arrived(self, direction: Direction, micro: int) -> Tensor | None:
         """The message that was announced; None where a stage has no such neighbour."""

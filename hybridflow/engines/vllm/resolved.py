@@ -8,17 +8,10 @@ from typing import Any
 from torch import nn
 
 from hybridflow.errors import ModelError
+from hybridflow.models.families import NO_EFFECT
 from hybridflow.models.hf_spec import Decoder, hf_config
 from hybridflow.models.spec import ModelSpec
 
-_OTHER_USES_NAMES = """
-    architectures attention_dropout bos_token_id chunk_size_feed_forward dtype embd_pdrop eos_token_id hidden_dropout
-    hidden_dropout_prob id2label initializer_range label2id max_window_layers name_or_path output_attentions
-    output_hidden_states pad_token_id problem_type resid_pdrop return_dict transformers_version use_cache
-    use_sliding_window
-"""
-_OTHER_USES = frozenset(_OTHER_USES_NAMES.split())
-"""Keys that decide nothing about a forward pass, or whose effect is in `layer_types`."""
 _OF_LAYERS = frozenset({"head_dim", "max_position_embeddings", "vocab_size"})
 """What `_of_modules` looks at, or the shapes of weights say."""
 
@@ -39,7 +32,7 @@ def check_resolved(vllm_config: Any, model: nn.Module, spec: Decoder) -> None:
 
 def _of_config(resolved: Any, spec: Decoder) -> Iterator[str]:
     asked, found = hf_config(spec.config).to_dict(), resolved.to_dict()
-    keys = asked.keys() - _OTHER_USES - (_OF_LAYERS if isinstance(spec, ModelSpec) else frozenset())
+    keys = asked.keys() - NO_EFFECT - (_OF_LAYERS if isinstance(spec, ModelSpec) else frozenset())
     if isinstance(spec, ModelSpec):
         keys &= spec.config.keys()
     if layer_windows(spec) is not None:

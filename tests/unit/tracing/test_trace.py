@@ -543,7 +543,7 @@ def test_groups_that_no_device_can_hold_are_refused_before_anything_starts(tmp_p
 
     closes = False
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    parameters = read_spec(model, "lm", hf.Megatron()).num_parameters
+    parameters = read_spec(model, "lm").num_parameters
     monkeypatch.setattr("hybridflow.tracing.trace_backend.driver_answers", lambda: ("580", 36 * parameters))
     check_driver(driver)  # without CUDA
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

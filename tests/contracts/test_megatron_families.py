@@ -1,0 +1,104 @@
+"""Families on Megatron: what transformers computes and how it is trained, on every grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.config import FSDP, Megatron, ZeRO
+from hybridflow.engines.router_replay import replay_sizes
+from hybridflow.models.hf_spec import read_spec
+from tests.contracts import any_model_tasks as tasks
+from tests.contracts.any_model_tasks import MEGATRON, expected, make
+from tests.contracts.example_models import make_batch, relative
+from tests.contracts.train_contract import joined, whole
+
+EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "solar_open")
+GRIDS = {"1": Megatron(), "t2": Megatron(tp=2, sequence_parallel=True), "p2-d2": Megatron(pp=2, dp=2)}
+OF_EXPERTS = {
+    "1": Megatron(),
+    "t2": Megatron(tp=2),
+    "ep2": Megatron(ep=2, dp=2),
+    "t2-ep2": Megatron(tp=2, ep=2),
+    "p2-ep2": Megatron(pp=2, dp=2, ep=2),
+    "t2-etp1": Megatron(tp=2, etp=1),
+    "t2-d2-ep2-etp2": Megatron(tp=2, dp=2, ep=2, etp=2),
+    "d3-ep3-recompute": Megatron(dp=3, ep=3, recompute=True),
+    "t2-d2-ep2": Megatron(tp=2, dp=2, ep=2),
+}
+CASES = [(name, grid) for name in MEGATRON for grid in (OF_EXPERTS if name in EXPERTS else GRIDS)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def oracle(directory) -> Any:
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def of(name: str) -> tuple[Path, dict[str, Any]]:
+        if name not in found:
+            path = make(name, "lm", directory / name)
+            found[name] = path, expected(path, "lm")
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "grid"), CASES, ids=str)
+def test_it_computes_and_trains_as_transformers_does(processes, oracle, tmp_path, name, grid):
+    (path, want), strategy = oracle(name), (OF_EXPERTS if name in EXPERTS else GRIDS)[grid]
+    ranks = strategy.tp * strategy.pp * (strategy.dp or 1)
+    strategy = Megatron(**{**vars_of(strategy), "micro_tokens": 40})
+    names, target = [processes.name(), processes.name()], tmp_path / "saved"
+    found = processes.run(ranks, tasks.trained, names, strategy, path, "lm", target, ranks)
+    sizes = strategy.pp, strategy.tp, strategy.dp or 1
+    outputs = joined([part["outputs"] or None for part in found], sizes)
+    for output in ("log_probs", "entropy"):
+        assert torch.allclose(outputs[output].values, want[output].values, atol=1e-4)
+    for part in found:
+        assert part["norms"] == pytest.approx(want["norms"], rel=1e-5)
+    spec = read_spec(path, "lm")
+    after = tasks.tensors(path.with_name(f"{path.name}-after"), spec.tensors())
+    assert relative(whole([part["boxes"] for part in found], spec.tensors()), after) < 1e-6
+    assert relative(tasks.tensors(target, spec.tensors()), after) < 1e-6
+
+
+REPLAYS = {
+    "1": Megatron(micro_tokens=40),
+    "t2-ep2-recompute": Megatron(tp=2, ep=2, recompute=True, micro_tokens=40),
+    "p2-ep2-recompute": Megatron(pp=2, dp=2, ep=2, recompute=True, micro_tokens=40),
+    "padded": Megatron(tp=2, packed=False, micro_tokens=40),
+    "fsdp-2": FSDP(micro_tokens=40, recompute=True),
+    "zero-2": ZeRO(stage=2, micro_tokens=40),
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("way", REPLAYS)
+def test_tokens_go_to_the_experts_of_the_batch(processes, oracle, name, way):
+    (path, plain), strategy = oracle(name), REPLAYS[way]
+    spec = read_spec(path, "lm")
+    sizes = replay_sizes(spec, "actor")
+    batch = tasks.with_routing(make_batch(), *sizes)
+    want = tasks.replayed(path, batch)
+    assert not torch.allclose(want["log_probs"].values, plain["log_probs"].values, atol=1e-2)
+    p, t = getattr(strategy, "pp", 1), getattr(strategy, "tp", 1)
+    d = 2 if isinstance(strategy, FSDP | ZeRO) else strategy.dp or 1
+    found = processes.run(p * t * d, tasks.replays, processes.name(), strategy, path, p * t * d, batch)
+    outputs = joined([part["outputs"] or None for part in found], (p, t, d))
+    assert torch.allclose(outputs["log_probs"].values, want["log_probs"].values, atol=1e-4)
+    for part in found:
+        assert part["norm"] == pytest.approx(want["norm"], rel=1e-5)
+    differing = {part["metrics"]["actor/routing_difference"] for part in found if part["metrics"]}
+    assert len(differing) == 1
+    assert 0.3 < differing.pop() < 1.0
+
+
+def vars_of(strategy: Megatron) -> dict[str, Any]:
+    return {name: getattr(strategy, name) for name in Megatron.__dataclass_fields__}  # type: ignore[attr-defined]
