@@ -182,6 +182,7 @@ class Megatron:
     tp: Size = 1
     pp: Size = 1
     dp: Size | None = None
+    cp: Size = 1
     ep: Size = 1
     etp: Size | None = None
     sequence_parallel: bool = False
@@ -193,14 +194,12 @@ class Megatron:
 
     def __post_init__(self) -> None:
         given = self.stage_layers
-        require(
-            given is None or (len(given) == self.pp and all(type(n) is int and n >= 1 for n in given)),
-            f"Megatron(stage_layers={given}): give one whole number of at least 1 for each of the pp={self.pp} stages.",
-        )
+        good = given is None or (len(given) == self.pp and all(type(n) is int and n >= 1 for n in given))
+        require(good, f"Megatron(stage_layers={given}): give each of the pp={self.pp} stages a whole number from 1 on.")
 
     def grid(self, devices: int) -> RankGrid:
-        dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)
-        return RankGrid(p=self.pp, t=self.tp, d=dp, ep=self.ep, etp=self.etp)
+        dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp, "cp": self.cp}, self.dp, devices)
+        return RankGrid(p=self.pp, t=self.tp, d=dp * self.cp, ep=self.ep, etp=self.etp)
 
 
 @settings
@@ -266,6 +265,7 @@ class FSDP:
     dp: Size | None = None
     replicate: Size = 1
     tp: Size = 1
+    cp: Size = 1
     dtype: DType | None = None
     micro_tokens: Size = 16384
     packed: bool = True
@@ -287,9 +287,9 @@ class FSDP:
         )
 
     def grid(self, devices: int) -> RankGrid:
-        dp = _data_parallel(self, {"tp": self.tp}, self.dp, devices, self.replicate)
-        self._check_replicate(dp)
-        return RankGrid(t=self.tp, d=dp)
+        dp = _data_parallel(self, {"tp": self.tp, "cp": self.cp}, self.dp, devices, self.replicate)
+        self._check_replicate(dp * self.cp)
+        return RankGrid(t=self.tp, d=dp * self.cp)
 
     def _check_replicate(self, dp: int) -> None:
         if dp % self.replicate:

@@ -42,6 +42,9 @@ def packed_attention(
     length (flash has no float32, no soft cap and no values of another size than D, which give [S, N, their size] here,
     and torch's kernels for it no CPU path).
     """
+    if (share := sequences.share) is not None:  # context parallelism: all tokens of a part of the heads
+        q_SND, k_SKD, v_SKD = (share.heads(x) for x in (q_SND, k_SKD, v_SKD))
+        return share.tokens(packed_attention(q_SND, k_SKD, v_SKD, sequences.whole, window, scale, softcap))
     if window is not None and window >= sequences.longest:
         window = None
     if softcap is None and _has_flash(q_SND.device, q_SND.dtype, q_SND.shape[-1], v_SKD.shape[-1]):

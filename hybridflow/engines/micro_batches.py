@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,12 +34,13 @@ class Sequences:
     """The sequences of a packed row [1, S], one after the other: `lengths` (on the host) add up to S.
 
     `offsets` [B + 1] int32 say where each begins and end with S; `positions` [S] int64 count from 0 in each sequence.
-    Both are on the device that computes.
+    Both are on the device that computes. With `share` (a ContextParallel) this rank has a slice of the row's tokens.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor
     positions: Tensor
+    share: Any = None
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Sequences:
@@ -67,7 +68,13 @@ class Sequences:
     def to(self, device: torch.device) -> Sequences:
         if self.positions.device == device:
             return self
-        return Sequences(self.lengths, *to_device([self.offsets, self.positions], device))
+        offsets, positions = to_device([self.offsets, self.positions], device)
+        return replace(self, offsets=offsets, positions=positions)
+
+    @cached_property
+    def whole(self) -> Sequences:
+        """The same without `share`."""
+        return replace(self, share=None)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ class MicroBatch:
     how many of them belong to each row. A micro-batch without positions still reads one, which `selected` = 0 drops:
     every stage must run. Packed, `sequences` says where the rows lie in ids [1, S] (the last of them may be padding up
     to a multiple); padded it is None, and causal attention never looks at what stands behind a row. `columns` are what
-    a loss reads of the rows, `routing` [b, S, layers, k] int16 the experts that each token goes to (-1: not said).
+    a loss reads of the rows, `routing` [b, S, layers, k] int16 the experts that each token goes to (-1: not said). Of a
+    micro-batch that ranks share, `place` [n] int64 are the positions of this rank among the `read` ones of all.
     """
 
     rows: Tensor
@@ -89,6 +97,8 @@ class MicroBatch:
     sequences: Sequences | None = None
     columns: Batch | None = None
     routing: Tensor | None = None
+    place: Tensor | None = None
+    read: int = 0
 
     @property
     def selected(self) -> int:
@@ -98,7 +108,8 @@ class MicroBatch:
     def positions(self) -> Tensor:
         """[b, S] int64 on the device of `ids`: each token's place in its row."""
         if self.sequences is not None:
-            return self.sequences.positions[None]
+            whole, share = self.sequences.positions, self.sequences.share
+            return (whole if share is None else share.part(whole))[None]
         return torch.arange(self.ids.shape[1], device=self.ids.device).expand(self.ids.shape)
 
     @property
@@ -113,7 +124,8 @@ class MicroBatch:
         ids, index, targets = to_device([self.ids, self.index, self.targets], device)
         sequences, columns = (part if part is None else part.to(device) for part in (self.sequences, self.columns))
         moved = {"ids": ids, "index": index, "targets": targets, "sequences": sequences, "columns": columns}
-        return replace(self, **moved, routing=self.routing_on(device))
+        place = self.place if self.place is None else to_device([self.place], device)[0]
+        return replace(self, **moved, routing=self.routing_on(device), place=place)
 
     def routing_on(self, device: torch.device) -> Tensor | None:
         return self.routing if self.routing is None else to_device([self.routing], device)[0]
@@ -230,7 +242,7 @@ class Split:
             row = said.row_index()
             experts[starts[row] + _positions(said, row)] = said.values.to(torch.int16)
             experts = experts.view(*ids.shape, *experts.shape[1:])
-        return MicroBatch(rows, ids, _some(index), targets, lengths, sequences, routing=experts)
+        return MicroBatch(rows, ids, some(index), targets, lengths, sequences, routing=experts)
 
     def _laid_out(self, prompt: Ragged, response: Ragged) -> tuple[Tensor, Tensor, Sequences | None]:
         """ids [b, S] int64 (zero where padded), where each row begins in the flattened ids [R], and the sequences."""
@@ -296,7 +308,7 @@ def _positions(ragged: Ragged, row: Tensor) -> Tensor:
     return torch.arange(len(row)) - ragged.offsets[:-1][row]
 
 
-def _some(index: Tensor) -> Tensor:
+def some(index: Tensor) -> Tensor:
     """`index`, or position 0 when it is empty."""
     return index if len(index) else torch.zeros(1, dtype=torch.int64)
 

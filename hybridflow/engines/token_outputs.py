@@ -21,6 +21,7 @@ from hybridflow.algorithms.masked import response_mask, token_column, with_bool_
 from hybridflow.algorithms.trajectories import trajectories_of
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.contract import Output
 from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
 from hybridflow.engines.router_replay import ROUTING
@@ -35,8 +36,8 @@ class TokenOutputs:
     the ranks that share the vocabulary.
 
     `teacher` [V, H] are the same columns of a teacher's output layer, on the device; set where a loss reads
-    `ref_logits`. `replays`: where tokens go to the experts of the column `routed_experts`, the layers with experts, how
-    many each token goes to and how many there are.
+    `ref_logits`. `context` are the ranks that share rows. `replays`: where tokens go to the experts of the column
+    `routed_experts`, the layers with experts, how many each token goes to and how many there are.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class TokenOutputs:
         self.columns = Columns(*vocabulary, spec.vocab, group)
         self.teacher: Tensor | None = None
         self.replays: tuple[int, int, int] | None = None
+        self.context: ContextParallel | None = None
 
     def check(
         self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0, without_loss: bool = False
@@ -67,6 +69,8 @@ class TokenOutputs:
             )
         if not (temperature > 0 and math.isfinite(temperature)):
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")
+        if self.context is not None and (wrong := [name for name in outputs if name in ("logits", "ref_logits")]):
+            raise ModelError(f"{self.role}: no rank of cp={self.context.size} has the {wrong[0]} of a row. Use cp=1.")
         self.split.check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
         self._check_routing(batch)
         _ = response_mask(batch)
@@ -117,7 +121,23 @@ class TokenOutputs:
         prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
         whole = None if loss is None else trajectories_of(loss, batch)
         routing: Any = None if self.replays is None else batch.peek(ROUTING)
-        return self.split.micro_batches(prompts, responses, at, whole and whole.rows, routing)
+        found = self.split.micro_batches(prompts, responses, at, whole and whole.rows, routing)
+        return found if self.context is None else [self.context.local(micro) for micro in found]
+
+    def pooled(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """The rows that this rank computes a part of, and which of them are its own (None: all). Collective over the
+        ranks that share rows."""
+        return (batch, None) if self.context is None else self.context.pool(batch)
+
+    def laid_out(self, batch: Batch, loss: Callable[..., Any]) -> tuple[Batch, Batch, list[MicroBatch]]:
+        """A mini-batch, its `pooled` rows, and these as micro-batches."""
+        rows, _ = self.pooled(batch)
+        return batch, rows, self.micro_batches(rows, loss=loss)
+
+    def empty(self) -> MicroBatch:
+        """A micro-batch without rows."""
+        found = self.split.empty()
+        return found if self.context is None else self.context.local(found)
 
     @staticmethod
     def with_columns(micro: MicroBatch, batch: Batch, loss: Callable[..., Any]) -> MicroBatch:
@@ -153,24 +173,27 @@ class TokenOutputs:
     def top_k(self, micro: MicroBatch, head: Tensor, k: int, temperature: float) -> dict[str, Tensor]:
         """The k most probable tokens at each position: see `Logits.top_k`."""
         ids, log_probs, rest = self.logits(micro, head, temperature).top_k(k)
-        return {"top_ids": ids.to(torch.int32), "top_log_probs": log_probs, "tail_log_probs": rest}
+        return self._joined(micro, {"top_ids": ids.to(torch.int32), "top_log_probs": log_probs, "tail_log_probs": rest})
 
-    @staticmethod
-    def hidden_states(micro: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
+    def hidden_states(self, micro: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
         """[N, H] of a micro-batch, from the input of the output layer."""
-        return {"hidden_states": rows[: micro.selected]}
+        return self._joined(micro, {"hidden_states": rows[: micro.selected]})
+
+    def _joined(self, micro: MicroBatch, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """At the positions of all ranks that share the micro-batch."""
+        return {n: v if self.context is None else self.context.joined(micro, v) for n, v in found.items()}
 
     def read(self, micro: MicroBatch, rows: Tensor, names: Sequence[Output], temperature: float) -> dict[str, Tensor]:
         """Each asked output [N] float32 of a micro-batch from the output layer's [N or more, V or more]."""
         rows = rows[: micro.selected]
         if self.spec.head == "value":
-            return {"values": rows[:, 0].float()}
+            return self._joined(micro, {"values": rows[:, 0].float()})
         first, last = self.vocabulary
         log_probs, entropy = vocab_parallel_log_probs(
             rows[:, : last - first], micro.targets, first, self.group, temperature, "entropy" in names
         )
         found = {"log_probs": log_probs, "entropy": entropy}
-        return {name: found[name] for name in names}  # type: ignore[misc]
+        return self._joined(micro, {name: found[name] for name in names})  # type: ignore[misc]
 
 
 def vocab_parallel_log_probs(

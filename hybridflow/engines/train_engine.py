@@ -78,7 +78,7 @@ class TrainEngine:
         self.context, self.strategy, self.spec, self.grid = context, strategy, spec, context.grid
         self.device = context.device
         self._replicas, self._check, self._operations = Replicas(context), StepCheck(context), Operations(context)
-        self._announced: dict[int, tuple[Batch, list[MicroBatch]]] = {}
+        self._announced: dict[int, tuple[Batch, Batch, list[MicroBatch]]] = {}
         # "own": not yet added up over ranks; "lost": in a failed call, the others of the same step with them
         self._gradients: Literal["zero", "own", "summed", "lost"] = "zero"
         try:
@@ -150,7 +150,8 @@ class TrainEngine:
             return {name: to_host(value) for name, value in read(micro, rows).items()}
 
         with self._operations.run("infer", self._shards.reset, loop.lockstep):
-            micro_batches = self.tokens.micro_batches(batch, at)
+            rows, own = self.tokens.pooled(batch)
+            micro_batches = self.tokens.micro_batches(rows, at)
             found = loop.infer(micro_batches, to_host_read, errors.append, hidden)
             if self.last_stage or errors:
                 settle(self.device)
@@ -158,7 +159,8 @@ class TrainEngine:
                 raise errors[0]
             if not self.last_stage:
                 return None
-            return {name: in_order(micro_batches, [part[name] for part in found]) for name in found[0]}
+            whole = {name: in_order(micro_batches, [part[name] for part in found]) for name in found[0]}
+            return {name: value if own is None else value.index(own) for name, value in whole.items()}
 
     @property
     def last_stage(self) -> bool:
@@ -205,12 +207,12 @@ class TrainEngine:
     ) -> None:
         """The pass of `forward_backward`; gives the metrics of each micro-batch to `metrics`."""
         optimizer, last_stage = self._training(), self.last_stage
-        _, micro_batches = self._announced.get(id(batch)) or (batch, self.tokens.micro_batches(batch, loss=loss))
+        _, rows, micro_batches = self._announced.get(id(batch)) or self.tokens.laid_out(batch, loss)
         self._check.begin(batch, loss)
         totals = None
         if last_stage:
             totals = self._replicas.totals(batch)
-            micro_batches = [self.tokens.with_columns(micro, batch, loss) for micro in micro_batches]
+            micro_batches = [self.tokens.with_columns(micro, rows, loss) for micro in micro_batches]
 
         def share(micro: MicroBatch, head_NC: Tensor) -> Tensor:
             nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
@@ -220,7 +222,8 @@ class TrainEngine:
             given = self._check.share(loss, found, micro.columns, totals)  # type: ignore[arg-type]
             if given is None:
                 return nothing
-            metrics.append(given[1])
+            if (cp := self.tokens.context) is None or cp.rank == 0:  # its ranks compute the same loss
+                metrics.append(given[1])
             return optimizer.scale_loss(given[0] + nothing)
 
         self._model.loop.train(micro_batches, share, self._check.failed)
@@ -262,8 +265,8 @@ class TrainEngine:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             once = {id(batch): batch for batch in minibatches}  # epochs repeat them
-            self._announced = {key: (batch, self.tokens.micro_batches(batch, loss=loss)) for key, batch in once.items()}
-            micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
+            self._announced = {key: self.tokens.laid_out(batch, loss) for key, batch in once.items()}
+            micro_batches = [self._announced[id(batch)][2] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
 
@@ -363,10 +366,7 @@ class TrainEngine:
 
     def restore(self) -> None:
         """Parameters := main parameters, all of them resident again; released when that fails. Collective over the
-        data parallel ranks.
-
-        Errors: ConfigError where parameters are their own main parameters: nothing else has their values.
-        """
+        data parallel ranks. Errors: ConfigError where parameters are their own main parameters."""
         if not self.restorable:
             raise ConfigError(f"{self.context.role} has no main parameters apart from its parameters.")
         try:
@@ -408,10 +408,8 @@ class TrainEngine:
     # Memory
 
     def memory(self) -> Residency:
-        """The memory behind `storage()`, at least every decoder layer on its own; made once.
-
-        While names are released the engine does not compute. `acquire` leaves elements in boxes of `layout()` undefined
-        and restores all others (padding).
+        """The memory behind `storage()`, at least every decoder layer on its own. While names are released the engine
+        does not compute. `acquire` leaves elements in boxes of `layout()` undefined and restores all others (padding).
         """
         return self._shards.memory
 

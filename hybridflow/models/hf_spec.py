@@ -290,6 +290,21 @@ def check_reading(directory: str | Path, spec: Decoder) -> None:
             )
 
 
+def check_shared_heads(spec: Decoder, cp: int, tp: int, packed: bool, role: str = "the model") -> None:
+    """Errors: ModelError when `cp` ranks cannot share the heads that each of `tp` ranks has, or rows are not packed."""
+    if cp == 1:
+        return
+    if not packed:
+        raise ModelError(f"{role}: cp={cp} cuts packed rows. Use packed=True and a model whose rows can be packed.")
+    heads, kv_heads = spec.heads // tp, max(1, spec.kv_heads // tp)
+    if heads % cp or (kv_heads % cp and cp % kv_heads):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ModelError(
+            f"{role} has {heads} heads and {kv_heads} kv-heads on each of tp={tp} ranks, which cp={cp} ranks cannot "
+            f"share. Use cp in {fitting}."
+        )
+
+
 def _cost(model: PreTrainedModel, layer_list: str, columns: int, hidden: int, heads: int) -> Cost:
     """Matrices of the layers, of experts those that a token meets; attention of all heads."""
     config: Any = model.config

@@ -270,3 +270,20 @@ def replays(world: World, name: str, strategy: Any, path: Path, size: int, batch
     engine.forward(rows, ("log_probs",))
     found["metrics"] = engine.forward_backward(rows, loss, loss.outputs)
     return found | {"norm": engine.step()["grad_norm"]}
+
+
+def activation_bytes(world: World, name: str, strategy: Any, path: Path, size: int, batch: Batch) -> int:
+    """Bytes that the backward pass of a mini-batch finds, beside parameters."""
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR), read_spec(path, "lm"))
+    loss, kept = loss_of("lm"), {tensor.untyped_storage().data_ptr() for tensor in engine.storage().values()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in kept:
+            found[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.forward_backward(share(batch, engine.grid, world.rank), loss, loss.outputs)
+    return sum(found.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def oracle(directory) -> Any:
 def test_it_computes_and_trains_as_transformers_does(processes, oracle, tmp_path, name, grid):
     (path, want), strategy = oracle(name), (OF_EXPERTS if name in EXPERTS else GRIDS)[grid]
     ranks = strategy.tp * strategy.pp * (strategy.dp or 1)
-    strategy = Megatron(**{**vars_of(strategy), "micro_tokens": 40})
+    strategy = replace(strategy, micro_tokens=40)
     names, target = [processes.name(), processes.name()], tmp_path / "saved"
     found = processes.run(ranks, tasks.trained, names, strategy, path, "lm", target, ranks)
     sizes = strategy.pp, strategy.tp, strategy.dp or 1
@@ -69,6 +70,52 @@ def test_it_computes_and_trains_as_transformers_does(processes, oracle, tmp_path
     assert relative(tasks.tensors(target, spec.tensors()), after) < 1e-6
 
 
+SHARED = [
+    ("gemma2-more", Megatron(cp=2)),
+    ("gemma2-more", Megatron(cp=4)),
+    ("gemma2-more", Megatron(cp=2, dp=2)),
+    ("helium", Megatron(cp=2, tp=2, sequence_parallel=True, recompute=True)),
+    ("llama-yarn", Megatron(cp=2, pp=2)),
+    ("qwen2-windows", Megatron(cp=2, tp=2)),
+    ("mixtral", Megatron(cp=2, ep=2)),
+    ("qwen3_moe", Megatron(cp=2, tp=2, ep=2)),
+    ("gemma2-more", FSDP(cp=2)),
+    ("phi3", FSDP(cp=2, dp=2, recompute=True)),
+    ("olmo2", FSDP(cp=4)),
+    ("llama-yarn", FSDP(cp=2, tp=2, reduce_often=True)),
+    ("mixtral", FSDP(cp=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), SHARED, ids=str)
+def test_ranks_share_the_tokens_of_their_rows(processes, oracle, tmp_path, name, strategy):
+    """A packed row is cut anywhere, across rows too."""
+    path, want = oracle(name)
+    p, t, d = getattr(strategy, "pp", 1), strategy.tp, (strategy.dp or 1) * strategy.cp
+    strategy = replace(strategy, micro_tokens=60)
+    names, target = [processes.name(), processes.name()], tmp_path / "saved"
+    found = processes.run(p * t * d, tasks.trained, names, strategy, path, "lm", target, p * t * d)
+    outputs = joined([part["outputs"] or None for part in found], (p, t, d))
+    for output in ("log_probs", "entropy"):
+        assert torch.allclose(outputs[output].values, want[output].values, atol=1e-4)
+    for part in found:
+        assert part["norms"] == pytest.approx(want["norms"], rel=1e-5)
+    spec = read_spec(path, "lm")
+    after = tasks.tensors(path.with_name(f"{path.name}-after"), spec.tensors())
+    assert relative(whole([part["boxes"] for part in found], spec.tensors()), after) < 1e-6
+
+
+@pytest.mark.parametrize("backend", [Megatron, FSDP])
+def test_activations_are_shared(processes, oracle, backend):
+    path, batch, found = oracle("llama-yarn")[0], make_batch(rows=48), {}
+    for cp in (1, 2, 4):
+        strategy = backend(cp=cp, dp=1)
+        parts = processes.run(cp, tasks.activation_bytes, processes.name(), strategy, path, cp, batch)
+        found[cp] = max(parts)
+    assert found[2] <= 0.6 * found[1]
+    assert found[4] <= 0.35 * found[1]
+
+
 REPLAYS = {
     "1": Megatron(micro_tokens=40),
     "t2-ep2-recompute": Megatron(tp=2, ep=2, recompute=True, micro_tokens=40),
@@ -76,6 +123,7 @@ REPLAYS = {
     "padded": Megatron(tp=2, packed=False, micro_tokens=40),
     "fsdp-2": FSDP(micro_tokens=40, recompute=True),
     "zero-2": ZeRO(stage=2, micro_tokens=40),
+    "cp2-ep2": Megatron(cp=2, ep=2, micro_tokens=60),
 }
 
 
@@ -89,7 +137,7 @@ def test_tokens_go_to_the_experts_of_the_batch(processes, oracle, name, way):
     want = tasks.replayed(path, batch)
     assert not torch.allclose(want["log_probs"].values, plain["log_probs"].values, atol=1e-2)
     p, t = getattr(strategy, "pp", 1), getattr(strategy, "tp", 1)
-    d = 2 if isinstance(strategy, FSDP | ZeRO) else strategy.dp or 1
+    d = 2 if isinstance(strategy, FSDP | ZeRO) else (strategy.dp or 1) * strategy.cp
     found = processes.run(p * t * d, tasks.replays, processes.name(), strategy, path, p * t * d, batch)
     outputs = joined([part["outputs"] or None for part in found], (p, t, d))
     assert torch.allclose(outputs["log_probs"].values, want["log_probs"].values, atol=1e-4)
@@ -98,7 +146,3 @@ def test_tokens_go_to_the_experts_of_the_batch(processes, oracle, name, way):
     differing = {part["metrics"]["actor/routing_difference"] for part in found if part["metrics"]}
     assert len(differing) == 1
     assert 0.3 < differing.pop() < 1.0
-
-
-def vars_of(strategy: Megatron) -> dict[str, Any]:
-    return {name: getattr(strategy, name) for name in Megatron.__dataclass_fields__}  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import torch
 from hybridflow.config import FSDP, SGD, Adam, Optimizer, ZeRO
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
+from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.fsdp.layout import as_fsdp, check, state_layout, weights_layout
 from hybridflow.engines.fsdp.sharded import Sharded
@@ -44,13 +45,16 @@ def build_model(
     columns = -(-spec.vocab // grid.t)
     first = min(spec.vocab, columns * context.coords.t)
     packing = {"packed": strategy.packed, "single": not shards.model.packable}
-    split = Split(strategy.micro_tokens, vocab=spec.vocab, cost=spec.cost, **packing)
+    split = Split(strategy.micro_tokens, getattr(strategy, "cp", 1), vocab=spec.vocab, cost=spec.cost, **packing)
     group = context.groups.of(grid.group(context.rank, "t"))
     parts = step_groups(tensors | (adapter_tensors(spec, adapters.lora) if adapters else {}))
+    tokens = TokenOutputs(context.role, spec, split, (first, min(spec.vocab, first + columns)), group)
+    cp = getattr(strategy, "cp", 1)
+    tokens.context = ContextParallel(context, cp) if cp > 1 else None
     return ShardedModel(
         shards=shards,
-        loop=PlainLoop(context, shards, split.empty),
-        tokens=TokenOutputs(context.role, spec, split, (first, min(spec.vocab, first + columns)), group),
+        loop=PlainLoop(context, shards, tokens.empty),
+        tokens=tokens,
         layout=weights,
         optimizer_layout=state if optimizer else None,
         step_groups=parts,

@@ -21,7 +21,8 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.lora.targets import trained_tensors
 from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
-from hybridflow.models.hf_spec import Decoder, TransformersSpec
+from hybridflow.models.families import is_packable
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, check_shared_heads
 from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid
 
@@ -126,6 +127,8 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
             f"{type(strategy).__name__} does not train such models; Megatron may."
         )
     check_tensor_parallel(spec, grid.t, role)
+    packed = strategy.packed and is_packable(spec.config)
+    check_shared_heads(spec, getattr(strategy, "cp", 1), grid.t, packed, role)
 
 
 def as_fsdp(strategy: FSDP | ZeRO) -> FSDP | None:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
+from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.megatron.experts import Router
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
@@ -72,17 +73,20 @@ def build_model(
     shards = MegatronShards(context, spec, model, of_stage, groups)
     micro_batches = Split(
         strategy.micro_tokens,
-        multiple=grid.t if sequence_parallel(strategy, grid, arch) else 1,
+        multiple=(grid.t if sequence_parallel(strategy, grid, arch) else 1) * strategy.cp,
         count=2 * grid.p if grid.p > 1 else 1,
         vocab=spec.vocab,
         packed=strategy.packed,
         cost=spec.cost,
     )
     parts = step_groups(spec.tensors(), of_stages)
+    tokens = TokenOutputs(context.role, spec, micro_batches, vocabulary_rows(spec.vocab, grid.t, at.t), groups.tp)
+    tokens.context = ContextParallel(context, strategy.cp) if strategy.cp > 1 else None
+    together = arch.experts is not None or strategy.cp > 1
     return ShardedModel(
         shards=shards,
-        loop=PipelineLoop(context, model, selection, micro_batches.empty if arch.experts is not None else None),
-        tokens=TokenOutputs(context.role, spec, micro_batches, vocabulary_rows(spec.vocab, grid.t, at.t), groups.tp),
+        loop=PipelineLoop(context, model, selection, lockstep=together, tokens=tokens),
+        tokens=tokens,
         layout=weights_layout(strategy, spec, grid),
         optimizer_layout=state_layout(strategy, spec, grid) if optimizer else None,
         step_groups=parts,
@@ -208,8 +212,8 @@ class PipelineLoop:
 
     `selection` receives the positions that the output layer computes for each micro-batch. While `turn` is set, several
     models train on these stages, and it says when a pass of this one may run what (`time_sharing`). Stages get zeros in
-    place of what a failed computation would have sent. Ranks with experts compute every micro-batch together, in
-    `lockstep`, and `empty` ones where their replica has fewer.
+    place of what a failed computation would have sent. In `lockstep` (experts, context parallelism) data parallel ranks
+    compute every micro-batch together, and empty ones of `tokens` where their replica has fewer.
     """
 
     turn: PipelineTurn | None
@@ -220,10 +224,12 @@ class PipelineLoop:
         context: RankContext,
         model: GPTModel,
         selection: SelectedPositions,
-        empty: Callable[[], MicroBatch] | None = None,
+        *,
+        lockstep: bool,
+        tokens: TokenOutputs,
     ) -> None:
         self.model, self.selection, self.device = model, selection, context.device
-        self.lockstep, self._empty = empty is not None and context.grid.size > 1, empty
+        self.lockstep, self._tokens = lockstep and context.grid.size > 1, tokens
         self._replicas = Replicas(context) if self.lockstep else None
         self.at, self.stages, self.turn = context.coords.p, context.grid.p, None
         self.last_stage = self.at == self.stages - 1
@@ -263,9 +269,10 @@ class PipelineLoop:
 
     def _padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """With empty ones at the end, where ranks compute together."""
-        if self._replicas is None or self._empty is None:
+        if self._replicas is None:
             return list(micro_batches)
-        return [*micro_batches, *[self._empty()] * (self._replicas.most(len(micro_batches)) - len(micro_batches))]
+        missing = self._replicas.most(len(micro_batches)) - len(micro_batches)
+        return [*micro_batches, *[self._tokens.empty()] * missing]
 
     def _pass(
         self, micro_batches: Sequence[MicroBatch], read: Callable, failed: Callable[[Exception], None], trains: bool

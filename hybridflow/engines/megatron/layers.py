@@ -296,9 +296,10 @@ class Rotary:
         return cos_SE.to(dtype), sin_SE.to(dtype)
 
     def _packed(self, sequences: Sequences, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[S, 1, E]: the positions of every sequence begin at 0."""
+        """[S, 1, E], S of this rank: the positions of every sequence begin at 0."""
         cos_LE, sin_LE = self.table(sequences.longest, sequences.positions.device, dtype)
-        return cos_LE[sequences.positions][:, None], sin_LE[sequences.positions][:, None]
+        positions = sequences.positions if sequences.share is None else sequences.share.part(sequences.positions)
+        return cos_LE[positions][:, None], sin_LE[positions][:, None]
 
 
 class _Rotate(torch.autograd.Function):

@@ -25,7 +25,7 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.units import Unit, owned_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.architecture import Experts, architecture
-from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.hf_spec import Decoder, check_shared_heads
 from hybridflow.models.spec import Part
 from hybridflow.topology import RankGrid
 
@@ -47,6 +47,7 @@ def check(strategy: Megatron, spec: Decoder, grid: RankGrid, role: str = "the mo
     found = architecture(spec)
     found.check_parallel(grid.p, grid.t, role, strategy.stage_layers)
     found.check_experts(grid.experts.ep, grid.experts.etp, role)
+    check_shared_heads(spec, strategy.cp, grid.t, strategy.packed, role)
     _check_tensors(spec)
 
 
