@@ -460,7 +460,8 @@ class Until:
 
 @settings
 class VLLM:
-    """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
+    """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5). With
+    `expert_parallel` (vLLM's `enable_expert_parallel`) each of the `tp` ranks has whole experts, not a part of each.
 
     `sampling` is the default of `generate_sequences`, whose arguments override it call by call. `max_length` bounds
     prompt plus response (None: the model's context): a response ends there, unfinished, even before `max_tokens`; a
@@ -481,6 +482,7 @@ class VLLM:
     }
     tp: Size = 1
     pp: Size = 1
+    expert_parallel: bool = False
     dtype: DType | None = None
     max_length: Size | None = None
     max_sequences: Size = 256

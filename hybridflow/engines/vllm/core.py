@@ -160,6 +160,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         dtype=resolved_dtype(strategy, device.type),
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
+        enable_expert_parallel=strategy.expert_parallel,
         distributed_executor_backend="external_launcher",  # every rank schedules; pipeline outputs go to all
         disable_custom_all_reduce=True,  # it looks for its peers' devices, and a host sees its own only
         max_model_len=length,
