@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config import FSDP, VLLM, Sampling
 from hybridflow.engine3d.layout import Box
+from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.topology import RankGrid
@@ -39,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4},
 }
 PROMPTS = [[5, 9, 33, 69], [12, 7], list(range(3, 20)), [60]]
+SEEDS = [11, 12, 13, 14]
 GREEDY = Sampling(max_tokens=10, greedy=True, ignore_eos=True)
 
 
@@ -102,4 +104,37 @@ def generated(world: World, name: str, first: Path, then: Path, chosen: VLLM) ->
         write(engine, world.rank, directory)
         rows = engine.generate(PROMPTS, GREEDY)
         found[directory.name] = [(row.token_ids, row.log_probs) for [row] in rows]
+    return found
+
+
+LONG = list(range(2, 66)) * 2 + list(range(20, 40))  # more than a block of the KV cache
+SHARED = [[*LONG, 60], [*LONG, 5, 9, 33], [12, 7], [*LONG, 60]]
+DRAWN = Sampling(max_tokens=12, temperature=1.0, ignore_eos=True)
+
+
+def plain(row: Row) -> dict[str, Any]:
+    assert row.routed_experts is not None
+    return {"ids": row.prompt_ids + row.token_ids, "experts": row.routed_experts, "prefilled": row.prefilled}
+
+
+def captured(world: World, name: str, first: Path, then: Path, chosen: VLLM) -> dict[str, Any]:
+    """Rows with shared prefixes, conversations of two turns, and both again after other weights were written."""
+    engine = build(world, name, first, chosen)
+    found: dict[str, Any] = {"bytes": engine.cache_bytes}
+    for at, directory in enumerate((first, then)):
+        write(engine, world.rank, directory)
+        calls = [engine.generate(SHARED, DRAWN, SEEDS) for _ in range(2)]  # the second finds the cache of the first
+        turns = []
+        prompts = [[5, 9, 33], LONG]
+        for turn in range(2):
+            rows = [Row(at * 10 + i, 0, prompt, DRAWN, turn, kept=True) for i, prompt in enumerate(prompts)]
+            engine.submit(rows)
+            engine.advance()
+            done = sorted(engine.take(), key=lambda row: row.row_id)
+            prompts = [row.prompt_ids + row.token_ids + [7, 8, 9] for row in done]
+            turns.append([plain(row) for row in done])
+        found[directory.name] = [*([plain(row) for [row] in rows] for rows in calls), *turns]
+        engine.sleep()
+        engine.wake()
+    found["asleep"] = engine.sleep() or engine.cache_bytes
     return found

@@ -64,8 +64,8 @@ FILE_LINES, RECIPE_LINES, FUNCTION_LINES = 500, 100, 60
 BUDGET = {"": 2680, "algorithms": 3250, "batch": 1050, "cli": 1350, "cluster": 5300, "data": 1350, "engine3d": 2750}
 BUDGET |= {"engines": 10800, "environments": 2450, "models": 1000, "planner": 7300, "processes": 550, "protocols": 320}
 BUDGET |= {"rewards": 4100, "run": 1872, "streams": 1700, "tracing": 850, "tracking": 2200, "workers": 2600}
-LARGER = {"batch": 1173, "cli": 1710, "cluster": 6743, "data": 1824, "engines": 11598, "environments": 3069}
-LARGER |= {"planner": 7777, "processes": 556, "protocols": 343, "rewards": 5758, "tracking": 2550, "workers": 2978}
+LARGER = {"batch": 1173, "cli": 1710, "cluster": 6743, "data": 1824, "engines": 11785, "environments": 3075}
+LARGER |= {"planner": 7777, "processes": 556, "protocols": 343, "rewards": 5758, "tracking": 2550, "workers": 2985}
 TWINS = {"__init__.py", "engine.py", "layout.py", "optimizer.py"}  # one for each backend
 # Phrases that docs/architecture.md's words and plain English have better ones for.
 PHRASES = (

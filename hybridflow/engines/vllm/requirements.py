@@ -80,8 +80,8 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
             f"model has head_dim={spec.head_dim}. Train it without generation, or use a qwen3 model."
         )
     asked = f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})"
-    if strategy.expert_parallel:
-        _check_expert_parallel(spec, t)
+    if strategy.expert_parallel or strategy.return_routed_experts:
+        _check_experts(spec, strategy)
     if t > 2 and is_invariant(device_type):
         raise ConfigError(
             f"{asked} in a session with deterministic=True: NCCL adds up over three ranks or more in an order that "
@@ -111,16 +111,16 @@ def expert_count(spec: Decoder) -> int:
     return next((count for name in _EXPERTS if (count := getattr(config, name, None))), 0)
 
 
-def _check_expert_parallel(spec: Decoder, t: int) -> None:
-    if not (experts := expert_count(spec)):
+def _check_experts(spec: Decoder, strategy: VLLM) -> None:
+    experts, option = expert_count(spec), "expert_parallel" if strategy.expert_parallel else "return_routed_experts"
+    if not experts:
         raise ModelError(
-            f"VLLM(tp={t}, expert_parallel=True) shares experts out, and this {spec.family} model has none. Leave "
-            "expert_parallel out."
+            f"VLLM({option}=True) is about experts, and this {spec.family} model has none. Leave {option} out."
         )
-    if t > experts:
+    if strategy.expert_parallel and strategy.tp > experts:
         raise ModelError(
-            f"VLLM(tp={t}, expert_parallel=True): the model has {experts} experts, and each rank needs one. Use tp up "
-            f"to {experts}, or leave expert_parallel out."
+            f"VLLM(tp={strategy.tp}, expert_parallel=True): the model has {experts} experts, and each rank needs one. "
+            f"Use tp up to {experts}, or leave expert_parallel out."
         )
 
 
