@@ -462,20 +462,20 @@ class Until:
 
 @settings
 class VLLM:
-    """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
+    """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5). With
+    `expert_parallel` (vLLM's `enable_expert_parallel`) each of the `tp` ranks has whole experts, not a part of each.
 
     `sampling` is the default of `generate_sequences`, whose arguments override it call by call. `max_length` bounds
-    prompt plus response (None: the model's context): a response ends there, unfinished, even before `max_tokens`; a
-    `max_tokens` that leaves no room for a prompt is refused. `memory_fraction` (CUDA) is the share of device memory for
-    weights and KV cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
+    prompt plus response (None: the model's context): a response ends there, unfinished, even before `max_tokens`.
+    `memory_fraction` (CUDA) is the share of device memory for weights and KV cache, `kv_cache_gb` (CPU) the size of the
+    KV cache in GiB. `return_routed_experts` adds the column of that name, without return_: the experts of each token.
 
     Unfinished rows continue when new weights arrive: with `kv="recompute"` their KV cache is computed again, with
     `kv="keep"` it stays (faster; later tokens then attend to keys and values of older weights). An actor that generates
     on its own devices gives its cache back while it trains, and refuses `kv="keep"`.
 
-    On CUDA vLLM captures graphs, which hold addresses: its weights are released and acquired as a whole and never share
-    memory with training. `eager=True` captures no graphs: generation is slower, the transition works layer by layer and
-    shares equal storages. CPU always runs eagerly.
+    On CUDA vLLM captures graphs, which hold addresses: its weights come and go as a whole and share no memory with
+    training. `eager=True` (CPU: always) captures none: slower, but transitions go layer by layer and share storages.
     """
 
     _instead: ClassVar[Mapping[str, str]] = {
@@ -483,6 +483,8 @@ class VLLM:
     }
     tp: Size = 1
     pp: Size = 1
+    expert_parallel: bool = False
+    return_routed_experts: bool = False
     dtype: DType | None = None
     max_length: Size | None = None
     max_sequences: Size = 256

@@ -37,7 +37,7 @@ RESERVED = frozenset(
         *("num_tokens", "finished", "temperature", "log_probs", "old_log_probs", "ref_log_probs", "values", "rewards"),
         *("advantages", "returns", "kl", "kl_coef", "costs", "cost_values", "cost_returns", "cost_advantages"),
         *("lagrange", "reward_failure", "cost_failure", "reward_norm_mean", "reward_norm_std"),
-        *("policy_version", "response_index", "spans", "recomputed_tokens", "response_tokens"),
+        *("policy_version", "response_index", "spans", "recomputed_tokens", "response_tokens", "routed_experts"),
     }
 )
 RESERVED_PREFIXES = ("rewards/", "costs/")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
+from torch import Tensor
+
 from hybridflow.config import Sampling, Until
 from hybridflow.engine3d.interfaces import Generator
 from hybridflow.topology import GenerationGrid
@@ -36,6 +38,8 @@ class Row:
     `spans` counts the times that an engine took the row up, `recomputed` the tokens that it computed again for that
     (fewer where its prefix cache has them), `prefilled` those that it computed before it sampled. The KV cache of a row
     that is `kept` stays when it ends, if there is room: a row of its name whose prompt begins with its tokens uses it.
+    `routed_experts` [tokens, layers, k] are the experts that the layers with some have computed its first tokens with
+    (of prompt and response, all but the last), of a finished row of an engine that captures them.
     """
 
     row_id: int
@@ -51,6 +55,7 @@ class Row:
     recomputed: int = 0
     prefilled: int = 0
     kept: bool = False
+    routed_experts: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(given := cast("object", self.sampling), Mapping):
@@ -150,6 +155,11 @@ class GenerateEngine(Generator, Protocol):
     @property
     def is_first(self) -> bool:
         """Whether this is the replica's first rank, whose outputs are collected."""
+        ...
+
+    @property
+    def no_routing(self) -> Tensor | None:
+        """[0, layers, k]: `routed_experts` of a row without computed tokens; None where they are not captured."""
         ...
 
     def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:

@@ -312,7 +312,8 @@ class AgentTurns:
         assert self._sessions is not None
         drawn = one.begun.sampling.greedy or not row.sampling.greedy
         temperature = row.sampling.policy_temperature if drawn else GREEDY
-        self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end, temperature)
+        said = row.token_ids, row.log_probs, row.policy_version, row.end
+        self._sessions.answer(asked, *said, temperature, row.routed_experts)
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""

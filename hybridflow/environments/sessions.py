@@ -64,6 +64,7 @@ class _Said:
     versions: list[int]
     end: str
     temperature: float
+    routed_experts: Any
     used: bool = True
 
 
@@ -138,14 +139,15 @@ class Sessions:
         versions: list[int],
         end: str,
         temperature: float = 1.0,
+        routed_experts: Any = None,
     ) -> None:
         """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
         if (session := self._found(asked.key)) is None:
             return
         process = self._asking(asked)
         waits = process is not None
-        said = _Said(asked.ids, asked.sampling, token_ids, log_probs, versions, end, temperature, used=waits)
-        session.said.append(said)
+        given = token_ids, log_probs, versions, end, temperature, routed_experts
+        session.said.append(_Said(asked.ids, asked.sampling, *given, used=waits))
         if process is not None:
             del session.asked[asked.number]
             self._tell(process, "turn", asked.key, asked.number, token_ids, log_probs, end)
@@ -288,8 +290,8 @@ class Sessions:
         trajectory = Trajectory()
         for said in session.said:
             if said.used:
-                finished = said.end == "stop"
-                trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions, finished, said.temperature)
+                turn = said.ids, said.token_ids, said.log_probs, said.versions, said.end == "stop"
+                trajectory.add(*turn, said.temperature, said.routed_experts)
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _end_process(self, process: _Process) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 NO_TURN = -1
 """In `turn_ids`: a token that the model did not write."""
@@ -32,6 +33,7 @@ class TrajectoryRow:
     policy_version: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     finished: bool = False  # the model ended its last turn, rather than its length
+    routed_experts: Any = None  # of all tokens but the last, as they were computed for the last turn
 
     @property
     def length(self) -> int:
@@ -71,10 +73,12 @@ class Trajectory:
         versions: Sequence[int],
         finished: bool = True,
         temperature: float = 1.0,
+        routed_experts: Any = None,
     ) -> None:
-        """One turn: the ids that the model was given, all of them, and what it sampled, at which temperature."""
+        """One turn: the ids that the model was given, all of them, and what it sampled, at which temperature; the
+        experts of these tokens."""
         row = self._row(prompt_ids, temperature)
-        row.finished = finished
+        row.finished, row.routed_experts = finished, routed_experts
         row._add(token_ids, log_probs, versions, True, self.turns)
         self.turns += 1
 

@@ -38,7 +38,7 @@ def trajectory_rows(acted: Sequence[Acted], silent: Sequence[int]) -> list[list[
             for sampling in [replace(first.sampling, greedy=False, temperature=one.temperature or usual)]
         ]
         for row, one in zip(rows, parts, strict=True):
-            row.policy_version = one.policy_version
+            row.policy_version, row.routed_experts = one.policy_version, one.routed_experts
             row.end = "stop" if one.finished and end.ending.stop not in _TRUNCATED else "length"
         out.append(list(zip(rows, parts, strict=True)))
     return out

@@ -51,7 +51,7 @@ _MOST_CALLS, _MOST_READS = 4096, 16384  # in an iteration
 _MOST_GUESSED = 1024  # calls of an iteration whose results are read
 _CHARACTERS = 4  # of a token, in texts that are not tokenised yet
 _TEXTS = ("prompt", "response")
-_PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
+_PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns", "routed_experts")
 _VALUES = {"num_tokens": 2, "finished": True, "temperature": 1.0, "rewards": 1.0}  # all responses are good
 _OF_ANNOTATION: dict[str, Any] = {"float": 0.0, "int": 0, "bool": False, "list": [], "None": None}
 

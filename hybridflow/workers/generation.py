@@ -93,6 +93,8 @@ def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
 
 def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
     written = (*WRITTEN, "response") if has_tokenizer(settings["model"]) else WRITTEN
+    if settings["generate"].return_routed_experts:
+        written = (*written, "routed_experts")
     if agent is None:
         return written
     return (*written, *AGENT_COLUMNS, *(REWARD_COLUMNS if agent.rewards else ()))
@@ -253,8 +255,8 @@ class Generation:
         return self.tokenizer.encode(batch["prompt"])
 
     def _columns(self, rows: Sequence[Row]) -> Batch:
-        """WRITTEN, and `response` with a tokenizer. `response_mask` leaves out tokens whose log-probability is not
-        finite. Errors: DivergenceError when that of no token is.
+        """WRITTEN, `routed_experts` where they are captured, and `response` with a tokenizer. `response_mask` leaves
+        out tokens whose log-probability is not finite. Errors: DivergenceError when that of no token is.
         """
         response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
         log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32)
@@ -277,6 +279,9 @@ class Generation:
             "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
             "temperature": torch.tensor(temperatures, dtype=torch.float32),
         }
+        if (nothing := self.engine.no_routing) is not None:
+            found = [nothing if row.routed_experts is None else row.routed_experts for row in rows]
+            columns["routed_experts"] = Ragged.from_lengths(torch.cat([nothing, *found]), [len(one) for one in found])
         if (tokenizer := self.tokenizer) is not None:
             skips = [row.sampling.skip_special_tokens for row in rows]
             texts = {skip: tokenizer.decode([row.token_ids for row in rows], not skip) for skip in {*skips}}
@@ -373,7 +378,9 @@ class RowSession:
         logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the `Sampling` of the `VLLM`
         strategy for this call, e.g. `greedy=True`; `n` may also be a list with a number for each prompt, or the name of
         a column that has them. A response ends, unfinished, when prompt and response fill the
-        context (or `max_length`), even before `max_tokens`.
+        context (or `max_length`), even before `max_tokens`. With `VLLM(return_routed_experts=True)` there is also
+        `routed_experts` ragged [B, prompt + R - 1, layers with experts, experts of a token] uint8 (int16 for more than
+        256 experts): those that each token but the last was computed with.
 
         With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for
         at most `max_turns` turns (docs/environments.md has the further settings). Each trajectory is a row, or several

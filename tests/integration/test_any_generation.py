@@ -20,6 +20,7 @@ SGD = hf.SGD(lr=0.5)
 GREEDY: dict[str, Any] = {"kv_cache_gb": 0.02, "sampling": hf.Sampling(max_tokens=8, greedy=True)}
 GEMMA2 = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 8}
 GPT2 = {**SIZES, "hidden_size": 128, "num_attention_heads": 4, "n_inner": 96}
+QWEN3_MOE = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"}
 
 
@@ -96,6 +97,21 @@ def test_a_megatron_actor_generates_with_what_it_trains(pool, place, tmp_path, f
     assert after == expected(saved, prompts) != before
     _ = hf.sync_weights(actor, rollout).get()
     assert generated(rollout, prompts) == after
+
+
+def test_experts_go_whole_to_the_ranks_that_generate(pool, place, tmp_path) -> None:
+    """From FSDP's shards into engines on the same devices and elsewhere."""
+    policy, prompts = make(tmp_path / "qwen3_moe", "qwen3_moe", **QWEN3_MOE), make_prompts(6)
+    parallel = hf.VLLM(tp=2, expert_parallel=True, **GREEDY)
+    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=SGD, generate=parallel)
+    rollout = place(hf.RolloutWorker, pool[2:4], model=policy, generate=parallel)
+    before = generated(rollout, prompts)
+    assert before == expected(policy, prompts) == generated(actor, prompts)
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
+    assert hf.sync_weights(actor, rollout).get()["bytes"] > 0
+    saved = actor.save(tmp_path / "saved")
+    assert generated(rollout, prompts) == expected(saved, prompts) == generated(actor, prompts)
+    assert generated(rollout, prompts) != before
 
 
 def test_a_model_that_vllm_does_not_have_is_refused_before_anything_is_placed(pool, place, tmp_path) -> None:

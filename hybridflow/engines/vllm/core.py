@@ -7,7 +7,7 @@ import gc
 import mmap
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten
 from hybridflow.engines.vllm.requirements import architecture, max_length, memory_error, resolved_dtype, runs_eagerly
 from hybridflow.engines.vllm.resolved import check_resolved
+from hybridflow.engines.vllm.routed_experts import RoutedExperts
 from hybridflow.errors import PlacementError
 from hybridflow.models.hf_spec import Decoder
 
@@ -45,10 +46,11 @@ def start_core(
     device: torch.device,
     groups: isolation.ReplicaGroups,
     probe: LayoutProbe | None = None,
+    routing: RoutedExperts | None = None,
 ) -> EngineCore:
     """Build this rank's part, with random weights and our sampler. Collective over the replica.
 
-    `probe`, when given, sees where vLLM's loader puts weights.
+    `probe`, when given, sees where vLLM's loader puts weights, `routing` which experts are chosen.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -60,7 +62,10 @@ def start_core(
         _prepare_allocator()
     with ExitStack() as undo:
         undo.callback(_forget, groups)  # a failed start leaves nothing behind
-        with groups.installing(), nullcontext() if probe is None else probe.installed():
+        watching = [one.installed() for one in (probe, routing) if one is not None]
+        with groups.installing(), ExitStack() as stack:
+            for one in watching:
+                stack.enter_context(one)
             config = _config(strategy, spec, checkpoint, device)
             try:
                 core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)
@@ -79,6 +84,8 @@ def start_core(
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
             )
+        if routing is not None:
+            routing.follow(core)
         undo.pop_all()
     return core
 
@@ -160,6 +167,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         dtype=resolved_dtype(strategy, device.type),
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
+        enable_expert_parallel=strategy.expert_parallel,
         distributed_executor_backend="external_launcher",  # every rank schedules; pipeline outputs go to all
         disable_custom_all_reduce=True,  # it looks for its peers' devices, and a host sees its own only
         max_model_len=length,

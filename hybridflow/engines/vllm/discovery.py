@@ -132,7 +132,7 @@ def read_regions(
     names = {tensor.untyped_storage()._cdata: name for name, tensor in parameters.items()}
     cells: dict[str, dict[object, _Cell]] = {name: {} for name in parameters}
     for into, places in log:
-        if (name := names.get(into.untyped_storage()._cdata)) is not None:
+        if into.numel() and (name := names.get(into.untyped_storage()._cdata)) is not None:
             for cell in _cells(name, parameters[name], into, places, tensors):
                 cells[name][cell.first, cell.strides] = cell  # of several copies to one place the last counts
                 if len(cells[name]) > _MOST:

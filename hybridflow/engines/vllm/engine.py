@@ -27,7 +27,8 @@ from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flatte
 from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
 from hybridflow.engines.vllm.requests import RequestMaker
-from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
+from hybridflow.engines.vllm.requirements import check, expert_count, max_length, runs_eagerly
+from hybridflow.engines.vllm.routed_experts import RoutedExperts
 from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.errors import ConfigError, DeviceMemoryError, HybridFlowError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
@@ -76,16 +77,25 @@ class VLLMEngine:
                 "at a time is the limit. Close the other one, or place this group on other devices."
             )
         self._core: EngineCore | None = None
+        self._routing: RoutedExperts | None = None
         try:
             with isolation.fence(self.device), isolation.batch_invariant(self.device):
                 self._groups = isolation.ReplicaGroups(context, generation)
-                self._core = start_core(strategy, spec, self.checkpoint, self.device, self._groups, probe)
+                if strategy.return_routed_experts:
+                    experts = expert_count(spec)
+                    self._routing = RoutedExperts(spec.family, experts, strategy.pp, self._groups.gather)
+                self._core = start_core(
+                    strategy, spec, self.checkpoint, self.device, self._groups, probe, self._routing
+                )
             self._layout = self._layout_of(probe)
             self._flat = flat_storages(self._layout.regions(context.rank))
             caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
+            if self._routing is not None:
+                caches["routed experts"] = self._routing.buffer
             self._cache: Memory = memory(self._core, "kv_cache", caches, eager=self._eager)
             requests, keeps = RequestMaker(self.checkpoint), strategy.kv == "keep"
-            self._loop = EngineLoop(self._core, requests, self._groups.of_first, self.max_length, keeps)
+            agreed = self._groups.of_first
+            self._loop = EngineLoop(self._core, requests, agreed, self.max_length, keeps, self._routing)
         except BaseException as error:
             for one in (error, error.__context__):  # or memory stays as long as the error
                 clear_frames(None if one is None else one.__traceback__)
@@ -192,6 +202,11 @@ class VLLMEngine:
     def is_first(self) -> bool:
         """Whether this is the replica's first rank, whose outputs are collected."""
         return self._groups.rank == 0
+
+    @property
+    def no_routing(self) -> Tensor | None:
+        """[0, layers, k]: `routed_experts` of a row without computed tokens; None where they are not captured."""
+        return None if self._routing is None else self._routing.nothing
 
     def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
         """See `GenerateEngine`; other rows advance, too. Errors: the source's, on all ranks, and nothing is kept."""

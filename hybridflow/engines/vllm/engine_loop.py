@@ -22,6 +22,7 @@ from hybridflow.engines.vllm.core import model_runner
 from hybridflow.engines.vllm.held_caches import HeldCaches
 from hybridflow.engines.vllm.isolation import batch_invariant
 from hybridflow.engines.vllm.requests import RequestMaker
+from hybridflow.engines.vllm.routed_experts import RoutedExperts
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,11 +39,19 @@ class EngineLoop:
 
     `agreed(number)` is the number of the replica's first rank, collective over the replica. With `keeps`, rows keep
     their KV cache when weights change. A row cannot be longer than `max_length` tokens of prompt and response.
+    `routing`, when given, captures the experts of finished rows.
     """
 
     def __init__(
-        self, core: EngineCore, requests: RequestMaker, agreed: Callable[[int], int], max_length: int, keeps: bool
+        self,
+        core: EngineCore,
+        requests: RequestMaker,
+        agreed: Callable[[int], int],
+        max_length: int,
+        keeps: bool,
+        routing: RoutedExperts | None = None,
     ) -> None:
+        self._routing = routing
         self._core, self._requests, self._agreed = core, requests, agreed
         self._max_length, self._keeps = max_length, keeps
         self._sampler: Any = model_runner(core).sampler
@@ -166,7 +175,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Drop vLLM's engine core; the rows stay."""
-        del self._core, self._sampler, self._scheduler, self._held
+        del self._core, self._sampler, self._scheduler, self._held, self._routing
 
     def _admit(self) -> None:
         """Hand the rows that vLLM does not have to its scheduler."""
@@ -189,7 +198,7 @@ class EngineLoop:
         """One step of vLLM's core; `schedule=False` only completes one that is in flight."""
         from vllm.v1.core.sched.interface import PauseState
 
-        core, stopped = self._core, []
+        core, ended, stopped = self._core, list[Row](), []
         self._held.make_room()
         if not schedule:
             self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -202,8 +211,11 @@ class EngineLoop:
         for output in outputs[0].outputs if outputs else ():  # pipelines are filled first
             if output.request_id in self._admitted and self._take_output(output):
                 running, row = output.finish_reason is None, self._finished[output.request_id]
+                ended.append(row)
                 if not (row.kept and self._held.hold(row, running)) and running:
                     stopped.append(row.name)
+        if self._routing is not None:
+            self._routing.finish(ended)
         if stopped:
             core.abort_requests(stopped)
         if not executed:  # nothing had room
@@ -238,6 +250,8 @@ class EngineLoop:
     def _release(self, names: Sequence[str]) -> None:
         self._core.abort_requests([name for name in names if name in self._admitted])
         self._forget(names)
+        if self._routing is not None:
+            self._routing.forget(names)
 
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:

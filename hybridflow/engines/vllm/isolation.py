@@ -196,12 +196,16 @@ def _apply(
     topk_weights: Tensor,
     topk_ids: Tensor,
     apply_router_weight_on_input: bool,
+    expert_map: Tensor | None = None,
     **_: object,
 ) -> None:
     """`output` [N, H] := of `hidden_states` [N, H] what the experts `topk_ids` [N, K] make of it, weighed by
-    `topk_weights` [N, K]; `w1` [E, 2 * I, H] gates and rows up, `w2` [E, H, I] rows down."""
+    `topk_weights` [N, K]; `w1` [E, 2 * I, H] gates and rows up, `w2` [E, H, I] rows down. `expert_map` gives the place
+    of each expert in them, -1 where it is another rank's, whose output is added to this one's."""
+    if expert_map is not None:
+        topk_ids = expert_map[topk_ids.long()]
     total = torch.zeros_like(hidden_states, dtype=topk_weights.dtype)
-    for expert in topk_ids.unique().tolist():
+    for expert in topk_ids[topk_ids >= 0].unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = linear(hidden_states[token], w1[expert]).chunk(2, -1)
         made = linear(silu(gate) * up, w2[expert]).to(total.dtype)

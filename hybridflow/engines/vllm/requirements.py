@@ -80,6 +80,8 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
             f"model has head_dim={spec.head_dim}. Train it without generation, or use a qwen3 model."
         )
     asked = f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})"
+    if strategy.expert_parallel or strategy.return_routed_experts:
+        _check_experts(spec, strategy)
     if t > 2 and is_invariant(device_type):
         raise ConfigError(
             f"{asked} in a session with deterministic=True: NCCL adds up over three ranks or more in an order that "
@@ -101,6 +103,25 @@ def prompt_limit(spec: Decoder, strategy: VLLM) -> int:
     """The longest prompt that leaves room for a response."""
     sampling = strategy.sampling
     return max_length(spec, strategy) - (sampling.longest if sampling.ignore_eos else 1)
+
+
+def expert_count(spec: Decoder) -> int:
+    """Routed experts of a layer that has some; 0 without experts."""
+    config = hf_config(spec.config)
+    return next((count for name in _EXPERTS if (count := getattr(config, name, None))), 0)
+
+
+def _check_experts(spec: Decoder, strategy: VLLM) -> None:
+    experts, option = expert_count(spec), "expert_parallel" if strategy.expert_parallel else "return_routed_experts"
+    if not experts:
+        raise ModelError(
+            f"VLLM({option}=True) is about experts, and this {spec.family} model has none. Leave {option} out."
+        )
+    if strategy.expert_parallel and strategy.tp > experts:
+        raise ModelError(
+            f"VLLM(tp={strategy.tp}, expert_parallel=True): the model has {experts} experts, and each rank needs one. "
+            f"Use tp up to {experts}, or leave expert_parallel out."
+        )
 
 
 def _has_latent_attention(spec: Decoder) -> bool:
@@ -192,6 +213,7 @@ def _check_cache(spec: Decoder, strategy: VLLM, length: int) -> None:
         )
 
 
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")  # where vLLM looks, too
 _OWN = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
