@@ -7,7 +7,8 @@ hidden (of a teacher).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +83,15 @@ class TokenOutputs:
                     f"{TEACHER} has {list(states.values.shape[1:])} numbers per token, the output layer of the teacher "
                     f"of {self.role} takes {self.teacher.shape[1]}. Give the reference and teacher= the same model."
                 )
+
+    @contextmanager
+    def own_routing(self) -> Iterator[None]:
+        """Inside, routers choose the experts."""
+        replays, self.replays = self.replays, None
+        try:
+            yield
+        finally:
+            self.replays = replays
 
     def _check_routing(self, batch: Batch) -> None:
         if self.replays is None:

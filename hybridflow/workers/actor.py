@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from hybridflow.config import VLLM, Megatron, Mismatch, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.agreement import agree, of_every_rank
 from hybridflow.engines.contract import TrainState
+from hybridflow.engines.router_replay import ROUTING, replay_sizes
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
 from hybridflow.engines.worker_spec import WorkerSpec
@@ -57,6 +58,10 @@ def _check(name: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, devi
     _check_transition(name, settings)
     assert spec.model is not None
     check_teacher(model := spec.model(), settings)
+    good = type(replays := settings["replay_routing"]) is bool
+    require(good, f"{name}(replay_routing={replays!r}): give True or False.")
+    if replays:
+        replay_sizes(model, name)
     good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
     require(good, f"{name}(mismatch={given!r}): give hf.Mismatch(...).")
     if (generate := settings["generate"]) is not None:
@@ -111,6 +116,19 @@ def _check_reference(settings: Settings, call: Any) -> None:
 
 _WITHOUT_GENERATION = {"generate": None, "bucket_mb": None, "offload": (), "overlap": False}
 _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response_mask?")
+def _log_prob_reads(settings: Settings, call: Settings) -> tuple[str, ...]:
+    columns = ("prompt_ids", "response_ids", "temperature?")
+    return (*columns, ROUTING) if settings["replay_routing"] else columns
+
+
+def _with_routing(resolve: Callable[[Settings], Settings], settings: Settings) -> Settings:
+    """Its own engines say which experts they chose, where updates need it."""
+    found = resolve(settings)
+    if not settings["replay_routing"] or settings["generate"] is None:
+        return found
+    return {**found, "generate": replace(settings["generate"], return_routed_experts=True)}
+
+
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 
 
@@ -123,7 +141,9 @@ class ActorWorker(RowSession, ModelWorker):
     generation during the last optimizer step of an update (PUZZLE, section 5.2); both copies stay in memory from then
     on. `teacher` is the model of a ReferenceWorker, for losses that read `ref_logits`: only its output layer is loaded,
     cut as the actor's is, and it is in device memory during those updates only. `mismatch` bounds how much
-    the log-probabilities of generation and training differ.
+    the log-probabilities of generation and training differ. With `replay_routing` a mixture of experts trains each
+    token on the experts that it was generated with: its own engines, and those of rollouts with
+    `VLLM(return_routed_experts=True)`, give the column `routed_experts`, which `compute_log_prob` and updates read.
     """
 
     role = "actor"
@@ -143,6 +163,7 @@ class ActorWorker(RowSession, ModelWorker):
             check=partial(_check, cls.__name__, settings, spec),
             without_generation=_WITHOUT_GENERATION,
             replicas=replicas,
+            resolve=partial(_with_routing, spec.resolve),
         )
 
     def __init__(
@@ -157,8 +178,11 @@ class ActorWorker(RowSession, ModelWorker):
         bucket_mb: float | None = None,
         teacher: str | os.PathLike[str] | None = None,
         mismatch: Mismatch = Mismatch(),  # noqa: B008  a frozen value
+        replay_routing: bool = False,
     ) -> None:
         self._build(model, train, optim, offload is True)
+        if replay_routing:
+            self.engine.replay_routing()
         self._teacher = TeacherHead(self.context, teacher)
         self._bucket_bytes = None if bucket_mb is None else int(bucket_mb * 1e6)
         self.strategy, self._overlap, self._mismatch = generate, overlap, mismatch
@@ -242,7 +266,7 @@ class ActorWorker(RowSession, ModelWorker):
 
     @register(
         THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "temperature?"),
+        reads=_log_prob_reads,
         writes=("old_log_probs",),
         compares=_COMPARED,
         balance="num_tokens",
@@ -296,13 +320,13 @@ class ActorWorker(RowSession, ModelWorker):
         """`ref_log_probs` ragged [B, R] float32 of the model without its adapters, as a ReferenceWorker gives them."""
         adapters = self.engine.adapters
         assert adapters is not None  # checked on the driver
-        with adapters.disabled():
+        with adapters.disabled(), self.engine.tokens.own_routing():
             return self._computed(batch, "log_probs", "ref_log_probs")
 
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
-        with self.resident():
+        with self.resident(), self.engine.tokens.own_routing():
             _ = self._agreed(batch, ("log_probs",))  # without the sampling temperature
             out = self.engine.forward(batch, ("log_probs",))
         if out is None:

@@ -10,6 +10,7 @@ from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import or_sampled
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.engines.router_replay import ROUTING
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols.operation import Settings
 from hybridflow.settings import require
@@ -44,7 +45,9 @@ class UpdateCall:
         teacher = (TEACHER,) if "ref_logits" in loss.outputs else ()
         if (own := loss.reads) is None:
             return None
-        return ("prompt_ids", "response_ids", *or_sampled(own), *teacher, *self.also_reads, "row_id?", "trajectory_id?")
+        routing = (ROUTING,) if settings.get("replay_routing") else ()
+        known = ("prompt_ids", "response_ids", *or_sampled(own), *teacher, *routing, *self.also_reads)
+        return (*known, "row_id?", "trajectory_id?")
 
     def check(self, settings: Settings, call: Settings) -> None:
         """Errors: ConfigError for a worker without optimizer or teacher, and mini-batches of different sizes."""

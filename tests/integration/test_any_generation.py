@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hybridflow as hf
@@ -112,6 +113,32 @@ def test_experts_go_whole_to_the_ranks_that_generate(pool, place, tmp_path) -> N
     saved = actor.save(tmp_path / "saved")
     assert generated(rollout, prompts) == expected(saved, prompts) == generated(actor, prompts)
     assert generated(rollout, prompts) != before
+
+
+@pytest.mark.parametrize("train", [hf.Megatron(tp=2, ep=2), hf.FSDP()], ids=("megatron", "fsdp"))
+def test_updates_follow_the_experts_of_generation(pool, place, tmp_path, train) -> None:
+    """A router whose scores are almost equal chooses by rounding, so otherwise in each engine."""
+    policy = make(tmp_path / "model", "qwen3_moe", **{**SIZES, **EXPERTS, "num_experts": 16})
+    tensors = load_file(policy / "model.safetensors")
+    nearly = {n: t * 1e-6 if n.endswith("mlp.gate.weight") else t for n, t in tensors.items()}
+    save_file(nearly, policy / "model.safetensors", {"format": "pt"})
+    sampling = hf.Sampling(max_tokens=8, seed=1)
+    settings = {"model": policy, "train": train, "mismatch": hf.Mismatch(refuse=None, warn=None)}
+    generate = hf.VLLM(tp=2, kv_cache_gb=0.02, expert_parallel=True, sampling=sampling)
+    actor = place(hf.ActorWorker, pool[0:2], generate=generate, optim=hf.SGD(lr=0.01), replay_routing=True, **settings)
+    other = place(hf.ActorWorker, pool[2:3], **{**settings, "train": hf.FSDP()})
+    for _ in range(2):  # the second time with new weights
+        rows = actor.generate_sequences(hf.BatchRef.from_batch(make_prompts(6)))
+        assert "routed_experts" in rows.columns
+        sampled = rows.get("log_probs")["log_probs"].values
+        replayed, own = (g.compute_log_prob(rows).get()["old_log_probs"].values for g in (actor, other))
+        assert float((replayed - sampled).abs().max()) < 1e-3
+        assert float((own - sampled).abs().max()) > 1e-2
+        rows |= actor.compute_log_prob(rows)
+        rows |= hf.BatchRef.from_batch(hf.Batch({"advantages": rows.get("log_probs")["log_probs"]}))
+        metrics = actor.update_actor(rows).get()
+        assert 0.0 < metrics["actor/routing_difference"] < 1.0
+        _ = hf.sync_weights(actor, other).get()
 
 
 def test_a_model_that_vllm_does_not_have_is_refused_before_anything_is_placed(pool, place, tmp_path) -> None:
