@@ -7,12 +7,12 @@ backend is chosen by its type (`Megatron(...)`, `VLLM(...)`), never by a string.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.lora import LoRA
 from hybridflow.settings import (
     Check,
     Count,
@@ -168,6 +168,11 @@ def is_strategy(value: object) -> bool:
     return isinstance(value, TrainStrategy) and not isinstance(value, type) and callable(value.grid)
 
 
+def _check_lora(strategy: Megatron | FSDP) -> None:
+    name, lora = type(strategy).__name__, strategy.lora
+    require(lora is None or isinstance(lora, LoRA), f"{name}(lora={lora!r}): give hf.LoRA(...) or None.")
+
+
 @settings
 class Megatron:
     """Megatron-core 3D parallelism: pipeline, tensor and data parallel sizes (`dp` follows from the pool).
@@ -177,6 +182,8 @@ class Megatron:
     longer row still forms a micro-batch of its own. `packed` micro-batches are rows laid end to end without padding,
     others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order; the
     default is as even as possible, larger stages first.
+
+    With `lora` only adapters (and a value head) are trained and stored in float32; the frozen model is in `dtype`.
     """
 
     tp: Size = 1
@@ -188,6 +195,7 @@ class Megatron:
     packed: bool = True
     recompute: bool = False
     stage_layers: tuple[int, ...] | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         given = self.stage_layers
@@ -195,49 +203,16 @@ class Megatron:
             given is None or (len(given) == self.pp and all(type(n) is int and n >= 1 for n in given)),
             f"Megatron(stage_layers={given}): give one whole number of at least 1 for each of the pp={self.pp} stages.",
         )
+        _check_lora(self)
+        require(
+            self.tp == 1 or self.lora is None or not self.lora.dropout,
+            f"Megatron(tp={self.tp}, lora=...): {self.lora} has dropout, and tensor parallel ranks would drop "
+            f"different inputs of one layer. Use dropout=0 or tp=1.",
+        )
 
     def grid(self, devices: int) -> RankGrid:
         dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)
         return RankGrid(p=self.pp, t=self.tp, d=dp)
-
-
-@settings
-class LoRA:
-    """Low-rank adapters (Hu et al. 2021) through peft: the model is frozen, and each target, a linear layer with weight
-    W [out, in], computes (W + alpha / rank * B A) x (equation 3) with trained A [rank, in] and B [out, rank].
-
-    `targets` name linear layers of the decoder as peft does: "q_proj", "mlp.up_proj", or
-    "model.layers.0.self_attn.q_proj" for a single one; "all-linear" is all of them. `dropout` applies to x before A in
-    training. `start` is a directory in peft's format whose adapters training continues; without it B starts at zero.
-    """
-
-    rank: Size = 16
-    alpha: Positive = 32
-    targets: tuple[str, ...] = ("all-linear",)
-    dropout: Annotated[float, Check("a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1)] = 0.0
-    start: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.start is not None:
-            good = isinstance(self.start, str | os.PathLike) and str(self.start)
-            require(bool(good), f"LoRA(start={self.start!r}): give a directory of saved adapters, or None.")
-            object.__setattr__(self, "start", os.fspath(self.start))
-        require(
-            bool(self.targets) and all(isinstance(target, str) and target for target in self.targets),
-            f"LoRA(targets={self.targets!r}): name linear layers such as 'q_proj', or give 'all-linear'.",
-        )
-        require(
-            "all-linear" not in self.targets or len(self.targets) == 1,
-            f"LoRA(targets={self.targets!r}): 'all-linear' is every linear layer and stands alone.",
-        )
-
-    def adapts(self, layer: str) -> bool:
-        """Whether the linear layer of this name has adapters."""
-        return any(self.matches(target, layer) for target in self.targets)
-
-    @staticmethod
-    def matches(target: str, layer: str) -> bool:
-        return target == "all-linear" or layer == target or layer.endswith(f".{target}")
 
 
 @settings
@@ -275,13 +250,11 @@ class FSDP:
     def __post_init__(self) -> None:
         if self.dp is not None:
             self._check_replicate(self.dp)
-        require(
-            self.lora is None or isinstance(self.lora, LoRA), f"FSDP(lora={self.lora!r}): give hf.LoRA(...) or None."
-        )
+        _check_lora(self)
         require(
             self.lora is None or self.tp == 1,
             f"FSDP(tp={self.tp}, lora=...): adapters are not cut by tensor parallelism. Use tp=1: a frozen model needs "
-            f"neither gradients nor optimizer state, and more dp ranks cut it as well.",
+            f"neither gradients nor optimizer state, and more dp ranks cut it as well. Or use hf.Megatron(tp=...).",
         )
 
     def grid(self, devices: int) -> RankGrid:
@@ -316,7 +289,7 @@ class ZeRO:
         "pp": "Its ranks share every tensor (dp); hf.Megatron(pp=...) has pipeline stages.",
         "replicate": "hf.FSDP(replicate=...) makes copies, each cut over some ranks.",
         "reduce_often": "Stages 2 and 3 always do; hf.FSDP(reduce_often=...) has the choice.",
-        "lora": "hf.FSDP(lora=...) trains adapters.",
+        "lora": "hf.FSDP(lora=...) and hf.Megatron(lora=...) train adapters.",
     }
     stage: Annotated[int, Check("1 (optimizer state), 2 (and gradients) or 3 (and parameters)", _is_stage)]
     dp: Size | None = None

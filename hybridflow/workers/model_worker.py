@@ -109,8 +109,11 @@ def _with_saved_adapters(settings: Settings) -> dict[str, Any]:
     else:
         return found
     strategy = found["train"]
-    if not isinstance(strategy, FSDP):
-        raise ConfigError(f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP().")
+    if not isinstance(strategy, FSDP | Megatron):
+        raise ConfigError(
+            f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP() or "
+            f"hf.Megatron()."
+        )
     if lora is not None:
         _check_equal(read_spec(found["model"], "lm", strategy), lora, start)
         start = replace(lora, start=start.start)

@@ -25,7 +25,7 @@ LAYERS = (
     ("topology",),
     ("processes",),
     ("batch",),
-    ("config", "settings"),
+    ("config", "lora", "settings"),
     ("models",),
     ("placement",),
     ("protocols",),

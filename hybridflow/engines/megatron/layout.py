@@ -19,6 +19,8 @@ from operator import add
 
 from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engines.lora.targets import modules
+from hybridflow.engines.megatron.adapter_layout import adapter_layout, adapter_units
 from hybridflow.engines.units import Unit, owned_layout
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
@@ -29,8 +31,11 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv\.)?")
 
 
 def check(strategy: Megatron, spec: ModelSpec, grid: RankGrid, role: str = "the model") -> None:
-    """Errors: ModelError when the model cannot be split by t, p and the stages' layers."""
+    """Errors: ModelError when the model cannot be split by t, p and the stages' layers; ConfigError for a target of
+    LoRA that matches nothing."""
     spec.check_parallel(grid.p, grid.t, role, strategy.stage_layers)
+    if strategy.lora is not None:
+        modules(spec, strategy.lora)
 
 
 def weights_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
@@ -42,14 +47,25 @@ def state_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
     """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
 
     As in Megatron's distributed optimizer, of every unit's buffer each data parallel rank owns one contiguous range.
-    Padding of the vocabulary has state too, which is zero and in no box. Errors: those of `megatron_layout`.
+    Padding of the vocabulary has state too, which is zero and in no box. With LoRA it is that of the tensors that are
+    trained. Errors: those of `check`.
     """
+    held = trained_layout(strategy, spec, grid)
 
     def of_rank(rank: int) -> tuple[list[Unit], int, int]:
         at = grid.coords(rank)
-        return units(spec, grid, at, strategy.stage_layers), grid.d, at.d
+        of_stage = units(spec, grid, at, strategy.stage_layers)
+        if strategy.lora is not None:
+            of_stage += adapter_units(held, rank, of_stage)
+        return of_stage, grid.d, at.d
 
-    return owned_layout(weights_layout(strategy, spec, grid), of_rank)
+    return owned_layout(held, of_rank)
+
+
+def trained_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
+    """Layout of the parameters, with LoRA of those that are trained. Errors: those of `check`."""
+    weights = weights_layout(strategy, spec, grid)
+    return weights if strategy.lora is None else adapter_layout(weights, spec, strategy.lora, grid)
 
 
 def megatron_layout(spec: ModelSpec, grid: RankGrid, stage_layers: Sequence[int] | None = None) -> Layout:
