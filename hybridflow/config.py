@@ -204,11 +204,6 @@ class Megatron:
             f"Megatron(stage_layers={given}): give one whole number of at least 1 for each of the pp={self.pp} stages.",
         )
         _check_lora(self)
-        require(
-            self.tp == 1 or self.lora is None or not self.lora.dropout,
-            f"Megatron(tp={self.tp}, lora=...): {self.lora} has dropout, and tensor parallel ranks would drop "
-            f"different inputs of one layer. Use dropout=0 or tp=1.",
-        )
 
     def grid(self, devices: int) -> RankGrid:
         dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)

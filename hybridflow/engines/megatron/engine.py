@@ -31,6 +31,7 @@ from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
     EMBEDDING,
     OUTPUT,
+    check,
     stages,
     state_layout,
     trained_layout,
@@ -56,9 +57,9 @@ from hybridflow.planner.pipeline.schedule import Instruction, Work, one_f_one_b,
 def build_model(
     context: RankContext, strategy: config.Megatron, spec: ModelSpec, optimizer: config.Optimizer | None
 ) -> ShardedModel:
-    """This rank's part of `spec`, its weights undefined. Errors: ModelError when it does not divide by p and t."""
+    """This rank's part of `spec`, its weights undefined. Errors: those of `layout.check`."""
     grid, at, device, split = context.grid, context.coords, context.device, strategy.stage_layers
-    spec.check_parallel(grid.p, grid.t, context.role, split)
+    check(strategy, spec, grid, context.role)
     dtype = compute_dtype(strategy, device)
     of_stage, of_stages = units(spec, grid, at, split), stages(spec.layers, grid.p, split)
     prepare(device)

@@ -23,6 +23,7 @@ from hybridflow.engines.lora.targets import modules
 from hybridflow.engines.megatron.adapter_layout import adapter_layout, adapter_units
 from hybridflow.engines.units import Unit, owned_layout
 from hybridflow.models.spec import ModelSpec
+from hybridflow.settings import require
 from hybridflow.topology import Coords, RankGrid
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -32,10 +33,15 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv\.)?")
 
 def check(strategy: Megatron, spec: ModelSpec, grid: RankGrid, role: str = "the model") -> None:
     """Errors: ModelError when the model cannot be split by t, p and the stages' layers; ConfigError for a target of
-    LoRA that matches nothing."""
+    LoRA that matches nothing, and for dropout with tensor parallel ranks."""
     spec.check_parallel(grid.p, grid.t, role, strategy.stage_layers)
-    if strategy.lora is not None:
-        modules(spec, strategy.lora)
+    if (lora := strategy.lora) is not None:
+        modules(spec, lora)
+        require(
+            grid.t == 1 or not lora.dropout,
+            f"{role}: LoRA(dropout={lora.dropout}) with t={grid.t}: tensor parallel ranks would drop different inputs "
+            f"of one layer. Use dropout=0 or tp=1.",
+        )
 
 
 def weights_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:

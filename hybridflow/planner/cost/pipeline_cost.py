@@ -143,8 +143,8 @@ def layer_products(context: CallContext, tokens: float) -> float:
 
 def backward(context: CallContext, forward: Seconds, trained: float, frozen: float = 0.0) -> Seconds:
     """Twice the products (by inputs and by weights), traffic and launches, one all-reduce for each of the forward's,
-    and the gradients of `trained` parameters of this rank: they go into the sums of their mini-batch, written and read as
-    they are, the float32 sums read and written. `frozen`: seconds of products with weights that get no gradient."""
+    and the gradients of `trained` parameters of this rank: they go into the sums of their mini-batch, written and read
+    as they are, the float32 sums read and written. `frozen`: seconds of products with weights without a gradient."""
     links, launches = context.links, 2 * LAUNCHES * context.coefficients.latency if forward.total else 0.0
     twice = Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel).launched(launches)
     return twice.plus(Seconds(memory=trained * 2 * (context.itemsize + SUMS) / links.bandwidth))
