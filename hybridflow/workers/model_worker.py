@@ -445,7 +445,7 @@ class ModelWorker(Worker):
         Errors: ReplicaError that names the tensor and the rank (`engines.replicas`)."""
         if self.has_tensors:
             with self.resident():
-                check_replicas(self.context, self.engine.layout(), self.engine.storage())
+                check_replicas(self.context, self.engine)
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
