@@ -7,12 +7,12 @@ backend is chosen by its type (`Megatron(...)`, `VLLM(...)`), never by a string.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.lora import LoRA
 from hybridflow.settings import (
     Check,
     Count,
@@ -26,34 +26,10 @@ from hybridflow.settings import (
     require,
     settings,
 )
-from hybridflow.topology import RankGrid
+from hybridflow.topology import RankGrid, data_parallel
 
 DType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
-
-
-def _data_parallel(
-    owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int, replicate: int = 1, **others: int
-) -> int:
-    """Data parallel size, a multiple of `replicate`, of a strategy that shards its model by `sizes`; `others` are
-    further settings for messages. Errors: PlacementError when the sizes do not fit on `devices` devices."""
-    model = math.prod(sizes.values())
-    found = dp if dp is not None else max(1, devices // model)
-    if model * found == devices:
-        return found
-    shown = {**sizes, **({"replicate": replicate} if replicate > 1 else {}), **others}
-    name, given = type(owner).__name__, [f"{setting}={value}" for setting, value in shown.items()]
-    least = model * replicate
-    if devices < least or devices % least:
-        fit = f"Use {name}({', '.join(given)}) on {least * max(1, round(devices / least))} devices"
-    else:
-        fit = f"Use {name}({', '.join([*given, f'dp={devices // model}'])})"
-    asked = ", ".join(given if dp is None else [*given, f"dp={dp}"])
-    product = f"{sizes.get('pp', 1)}*{sizes.get('tp', 1)}*{found}"
-    raise PlacementError(
-        f"{name}({asked}) needs p*t*d = {product} = {model * found} devices, the pool has {devices}. {fit} or other "
-        f"sizes."
-    )
 
 
 @settings
@@ -168,6 +144,11 @@ def is_strategy(value: object) -> bool:
     return isinstance(value, TrainStrategy) and not isinstance(value, type) and callable(value.grid)
 
 
+def _check_lora(strategy: Megatron | FSDP) -> None:
+    name, lora = type(strategy).__name__, strategy.lora
+    require(lora is None or isinstance(lora, LoRA), f"{name}(lora={lora!r}): give hf.LoRA(...) or None.")
+
+
 @settings
 class Megatron:
     """Megatron-core 3D parallelism: pipeline, tensor and data parallel sizes (`dp` follows from the pool).
@@ -177,6 +158,8 @@ class Megatron:
     longer row still forms a micro-batch of its own. `packed` micro-batches are rows laid end to end without padding,
     others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order
     (default: even). `ep` ranks of a stage share a mixture of experts, `etp` the columns of each (default: tp if ep=1).
+
+    With `lora` only adapters (and a value head) are trained and stored in float32; the frozen model is in `dtype`.
     """
 
     tp: Size = 1
@@ -191,54 +174,17 @@ class Megatron:
     packed: bool = True
     recompute: bool = False
     stage_layers: tuple[int, ...] | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         given = self.stage_layers
         good = given is None or (len(given) == self.pp and all(type(n) is int and n >= 1 for n in given))
         require(good, f"Megatron(stage_layers={given}): give each of the pp={self.pp} stages a whole number from 1 on.")
+        _check_lora(self)
 
     def grid(self, devices: int) -> RankGrid:
-        dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp, "cp": self.cp}, self.dp, devices)
+        dp = data_parallel(self, {"tp": self.tp, "pp": self.pp, "cp": self.cp}, self.dp, devices)
         return RankGrid(p=self.pp, t=self.tp, d=dp * self.cp, ep=self.ep, etp=self.etp)
-
-
-@settings
-class LoRA:
-    """Low-rank adapters (Hu et al. 2021) through peft: the model is frozen, and each target, a linear layer with weight
-    W [out, in], computes (W + alpha / rank * B A) x (equation 3) with trained A [rank, in] and B [out, rank].
-
-    `targets` name linear layers of the decoder as peft does: "q_proj", "mlp.up_proj", or
-    "model.layers.0.self_attn.q_proj" for a single one; "all-linear" is all of them. `dropout` applies to x before A in
-    training. `start` is a directory in peft's format whose adapters training continues; without it B starts at zero.
-    """
-
-    rank: Size = 16
-    alpha: Positive = 32
-    targets: tuple[str, ...] = ("all-linear",)
-    dropout: Annotated[float, Check("a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1)] = 0.0
-    start: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.start is not None:
-            good = isinstance(self.start, str | os.PathLike) and str(self.start)
-            require(bool(good), f"LoRA(start={self.start!r}): give a directory of saved adapters, or None.")
-            object.__setattr__(self, "start", os.fspath(self.start))
-        require(
-            bool(self.targets) and all(isinstance(target, str) and target for target in self.targets),
-            f"LoRA(targets={self.targets!r}): name linear layers such as 'q_proj', or give 'all-linear'.",
-        )
-        require(
-            "all-linear" not in self.targets or len(self.targets) == 1,
-            f"LoRA(targets={self.targets!r}): 'all-linear' is every linear layer and stands alone.",
-        )
-
-    def adapts(self, layer: str) -> bool:
-        """Whether the linear layer of this name has adapters."""
-        return any(self.matches(target, layer) for target in self.targets)
-
-    @staticmethod
-    def matches(target: str, layer: str) -> bool:
-        return target == "all-linear" or layer == target or layer.endswith(f".{target}")
 
 
 @settings
@@ -277,17 +223,15 @@ class FSDP:
     def __post_init__(self) -> None:
         if self.dp is not None:
             self._check_replicate(self.dp)
-        require(
-            self.lora is None or isinstance(self.lora, LoRA), f"FSDP(lora={self.lora!r}): give hf.LoRA(...) or None."
-        )
+        _check_lora(self)
         require(
             self.lora is None or self.tp == 1,
             f"FSDP(tp={self.tp}, lora=...): adapters are not cut by tensor parallelism. Use tp=1: a frozen model needs "
-            f"neither gradients nor optimizer state, and more dp ranks cut it as well.",
+            f"neither gradients nor optimizer state, and more dp ranks cut it as well. Or use hf.Megatron(tp=...).",
         )
 
     def grid(self, devices: int) -> RankGrid:
-        dp = _data_parallel(self, {"tp": self.tp, "cp": self.cp}, self.dp, devices, self.replicate)
+        dp = data_parallel(self, {"tp": self.tp, "cp": self.cp}, self.dp, devices, self.replicate)
         self._check_replicate(dp * self.cp)
         return RankGrid(t=self.tp, d=dp * self.cp)
 
@@ -318,7 +262,7 @@ class ZeRO:
         "pp": "Its ranks share every tensor (dp); hf.Megatron(pp=...) has pipeline stages.",
         "replicate": "hf.FSDP(replicate=...) makes copies, each cut over some ranks.",
         "reduce_often": "Stages 2 and 3 always do; hf.FSDP(reduce_often=...) has the choice.",
-        "lora": "hf.FSDP(lora=...) trains adapters.",
+        "lora": "hf.FSDP(lora=...) and hf.Megatron(lora=...) train adapters.",
     }
     stage: Annotated[int, Check("1 (optimizer state), 2 (and gradients) or 3 (and parameters)", _is_stage)]
     dp: Size | None = None
@@ -329,7 +273,7 @@ class ZeRO:
     offload: bool = False
 
     def grid(self, devices: int) -> RankGrid:
-        return RankGrid(d=_data_parallel(self, {}, self.dp, devices, stage=self.stage))
+        return RankGrid(d=data_parallel(self, {}, self.dp, devices, stage=self.stage))
 
 
 Penalty = Annotated[float, Check("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)]

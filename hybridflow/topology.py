@@ -6,9 +6,11 @@ Ranks of a 3D-parallel group are laid out with tensor parallelism fastest, then 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +65,30 @@ def even_bounds(rows: int, parts: int) -> list[int]:
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def data_parallel(
+    owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int, replicate: int = 1, **others: int
+) -> int:
+    """Data parallel size, a multiple of `replicate`, of a strategy that shards its model by `sizes`; `others` are
+    further settings for messages. Errors: PlacementError when the sizes do not fit on `devices` devices."""
+    model = math.prod(sizes.values())
+    found = dp if dp is not None else max(1, devices // model)
+    if model * found == devices:
+        return found
+    shown = {**sizes, **({"replicate": replicate} if replicate > 1 else {}), **others}
+    name, given = type(owner).__name__, [f"{setting}={value}" for setting, value in shown.items()]
+    least = model * replicate
+    if devices < least or devices % least:
+        fit = f"Use {name}({', '.join(given)}) on {least * max(1, round(devices / least))} devices"
+    else:
+        fit = f"Use {name}({', '.join([*given, f'dp={devices // model}'])})"
+    asked = ", ".join(given if dp is None else [*given, f"dp={dp}"])
+    product = f"{sizes.get('pp', 1)}*{sizes.get('tp', 1)}*{found}"
+    raise PlacementError(
+        f"{name}({asked}) needs p*t*d = {product} = {model * found} devices, the pool has {devices}. {fit} or other "
+        f"sizes."
+    )
 
 
 class _RankArray:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hybridflow.batch.pinned import settle, to_device
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.flat_gradients import FlatGradients
+from hybridflow.engines.lora.targets import is_adapter
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.units import Unit
 
@@ -37,7 +38,7 @@ class FlatShards:
     """Fulfils `Shards` over the data parallel ranks of `group`, units of experts over those of `expert_group`.
 
     Puts new parameters on the context's device in the place of `model`'s (which may be on the meta device: then their
-    contents are zero); `units` are their names and shapes. A frozen model keeps only its parameters. `offload` keeps
+    contents are zero); `units` are their names and shapes. Of a frozen unit only parameters are kept. `offload` keeps
     main parameters, optimizer state and, with stage 2, gradients in host memory (Ren et al. 2021, "ZeRO-Offload").
     With `overlap` (default: on CUDA) a unit's gradients travel while the next one's are computed.
 
@@ -58,41 +59,40 @@ class FlatShards:
         offload: bool = False,
         overlap: bool | None = None,
     ) -> None:
-        names = [canonical_name(name) for name, _ in model.named_parameters()]
-        assert {*names} == {name for unit in units for name in unit.modules}, "units of another model"
-        assert len({parameter.requires_grad for parameter in model.parameters()}) == 1, "partly frozen: use FSDP"
+        given = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        assert given.keys() == {name for unit in units for name in unit.modules}, "units of another model"
+        kinds = [{(given[name].dtype, given[name].requires_grad) for name in unit.modules} for unit in units]
+        assert all(len(kind) == 1 for kind in kinds), "a unit of several dtypes, or partly frozen"
         self.model: Any = model
         groups = [expert_group if unit.experts and expert_group is not None else group for unit in units]
-        self._units, self._groups, device = units, groups, context.device
+        device = context.device
         self._everyone, on_cuda = context.groups.everyone(), device.type == "cuda"
         self._host = torch.device("cpu") if offload else device
-        ranks, dtype = max((one.size() for one in groups), default=1), next(model.parameters()).dtype
-        self._buffers = [
+        ranks, dtypes = max((one.size() for one in groups), default=1), [next(iter(kind))[0] for kind in kinds]
+        buffers = [
             torch.zeros(unit.share(one.size()) * one.size(), dtype=dtype, device=device)
-            for unit, one in zip(units, groups, strict=True)
+            for unit, one, dtype in zip(units, groups, dtypes, strict=True)
         ]
-        self.storage: Mapping[str, Tensor] = {
-            name: tensor
-            for unit, buffer in zip(units, self._buffers, strict=True)
-            for name, tensor in unit.views(buffer).items()
-        }
-        places = {n: buffer[a:b] for unit, buffer in zip(units, self._buffers) for n, (a, b) in unit.modules.items()}
+        views = [unit.views(buffer).items() for unit, buffer in zip(units, buffers)]
+        held = {name: tensor for found in views for name, tensor in found}
+        self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
+        self.adapters: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if is_adapter(name)}
+        places = {n: buffer[a:b] for unit, buffer in zip(units, buffers) for n, (a, b) in unit.modules.items()}
         named = _install(model, places)
         self.memory: Residency = Residency(self.storage, device)
-        trained = any(parameter.requires_grad for parameter in named.values())
+        shares = [buffer.view(one.size(), -1)[one.rank()] for buffer, one in zip(buffers, groups, strict=True)]
+        every = zip(units, groups, buffers, shares, strict=True)
+        self._trained = [each for each, kind in zip(every, kinds, strict=True) if next(iter(kind))[1]]
         self.gradients: Any = FlatGradients(
-            named if trained else {},
-            units if trained else (),
-            groups if trained else (),
+            named,
+            [unit for unit, *_ in self._trained],
+            [one for _, one, *_ in self._trained],
             whole=stage == 1 or (ranks == 1 and not offload),  # on one rank a share is the whole: nothing is sent
             devices=(device, self._host if stage == 2 else device),
             overlap=on_cuda if overlap is None else overlap,
         )
-        self._shares = [
-            buffer.view(one.size(), -1)[one.rank()] for buffer, one in zip(self._buffers, groups, strict=True)
-        ]
-        self._own = self.gradients.pieces(self._shares)
-        self.separate = trained and (dtype != torch.float32 or offload)
+        self._own = self.gradients.pieces([share for *_, share in self._trained])
+        self.separate = any(offload or buffer.dtype != torch.float32 for _, _, buffer, _ in self._trained)
         self.main: Mapping[str, Tensor] = self._own
         if self.separate:
             self.main = {
@@ -128,7 +128,8 @@ class FlatShards:
         """Adds up matrices first."""
         self.gradients.finish()
         total = torch.zeros((), dtype=torch.float64, device=self.memory.device)
-        pieces = sorted(self.gradients.own.items(), key=lambda item: self.storage[item[0]].ndim == 1)
+        held = {**self.storage, **self.adapters}
+        pieces = sorted(self.gradients.own.items(), key=lambda item: held[item[0]].ndim == 1)
         if counted := [piece for name, piece in pieces if self.counts(name)]:
             total += to_device([torch.stack(torch._foreach_norm(counted)).double().square_().sum()], total.device)[0]
         if self._everyone.size() > 1:
@@ -140,10 +141,9 @@ class FlatShards:
         if self.separate and (mine := [name for name in names if name in self.main]):
             mains = [self.main[name] for name in mine]
             torch._foreach_copy_([self._own[name] for name in mine], mains, non_blocking=True)
-        units = zip(self._units, self._groups, self._buffers, self._shares, strict=True)
         works: list[Any] = [
             dist.all_gather_single(buffer, share, group=group, async_op=True)
-            for unit, group, buffer, share in units
+            for unit, group, buffer, share in self._trained
             if group.size() > 1 and not unit.parameters.keys().isdisjoint(names)
         ]
         for work in works:
@@ -158,6 +158,7 @@ class FlatShards:
     def close(self) -> None:
         self.gradients.close()
         self.memory.release()
+        Residency(self.adapters, self.memory.device).release()
         if self.separate:
             Residency(self.main, self.memory.device).release()
         self.main, self._own = {}, {}

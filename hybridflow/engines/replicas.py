@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from hybridflow.errors import ReplicaError
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_replicas(context: RankContext, layout: Layout, storage: Mapping[str, Tensor]) -> None:
-    """Compare the weights of data parallel ranks, bit for bit up to one checksum per tensor and rank. Collective over
-    the group; waits for the device once.
+def check_replicas(context: RankContext, engine: Any) -> None:
+    """Compare the weights of data parallel ranks, adapters too, bit for bit up to one checksum per tensor and rank.
+    Collective over the group; waits for the device once.
 
     Sharded weights have no second copy and are not compared. Errors: ReplicaError on all ranks, which names the first
     tensor that differs and the ranks that are in the minority (two that differ: both).
@@ -29,7 +30,9 @@ def check_replicas(context: RankContext, layout: Layout, storage: Mapping[str, T
 
     def add() -> None:
         if len(members) > 1:
-            mine.update(checksums(layout, storage, context.rank))
+            mine.update(checksums(engine.layout(), engine.storage(), context.rank))
+            if (adapters := engine.adapters) is not None:
+                mine.update(checksums(adapters.layout, adapters.storage, context.rank))
 
     def compare() -> None:
         if len(members) > 1:

@@ -110,8 +110,8 @@ class ShardOptimizer:
 
     @property
     def _names(self) -> list[str]:
-        """Names of parameters, and of main parameters with other names (adapters)."""
-        return list(dict.fromkeys([*self.shards.storage, *self.shards.main]))
+        """Names of parameters, the same on all data parallel ranks."""
+        return [*self.shards.storage, *self.shards.adapters]
 
     @property
     def lr(self) -> float:
@@ -228,7 +228,7 @@ class ShardOptimizer:
     @torch.no_grad()
     def restore(self) -> None:
         """Parameters := main parameters. Collective over the data parallel ranks."""
-        self.shards.updated(list(self.shards.storage))
+        self.shards.updated(self._names)
 
     # Memory
 

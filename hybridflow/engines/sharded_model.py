@@ -34,9 +34,10 @@ def compute_dtype(strategy: Any, device: torch.device) -> torch.dtype:
 class Shards(Protocol):
     """One rank's part of a model whose gradients are sums over data parallel ranks.
 
-    `storage` are this rank's parameters by the names of its layout, `memory` the memory behind them. `main` are the
-    float32 tensors that the optimizer steps here, by the names of the optimizer's layout; `separate`: they are copies
-    of 16-bit parameters (the same on all ranks, also where `main` is empty).
+    `storage` are this rank's parameters by the names of its layout, `memory` the memory behind them. With `adapters`,
+    which stay on the device, only these and a value head are trained. `main` are the float32 tensors that the optimizer
+    steps here, by the names of the optimizer's layout; `separate`: they are copies of 16-bit parameters (the same on
+    all ranks, also where `main` is empty).
 
     `gradients` has `tensors` (float32, by the names of `storage`, of the parameters that have any now; may be
     collective), `drop()` to set them to zero, and `resident`, `resident_bytes`, `offload(zero)`, `reload(zero)` for
@@ -45,6 +46,7 @@ class Shards(Protocol):
 
     model: Any
     storage: Mapping[str, Tensor]
+    adapters: Mapping[str, Tensor]
     memory: Residency
     gradients: Any
     main: Mapping[str, Tensor]

@@ -86,7 +86,9 @@ class TrainEngine:
             self._model, self._shards, self.tokens, self.adapters = model, model.shards, model.tokens, model.adapters
             self._layout, self._optimizer_layout = model.layout, model.optimizer_layout
             if optimizer:
-                tensors = {region.storage: region.box.tensor for region in model.layout.regions(context.rank)}
+                beside = model.adapters.layout.regions(context.rank) if model.adapters else ()
+                regions = (*model.layout.regions(context.rank), *beside)
+                tensors = {region.storage: region.box.tensor for region in regions}
                 shards = model.shards
                 self._optimizer = ShardOptimizer(optimizer, shards, model.no_decay, model.parts, model.fp16, tensors)
             if not isinstance(checkpoint, Uninitialized):

@@ -25,6 +25,8 @@ class WeightAverage:
     `engine`. `on_host` keeps it in host memory.
     """
 
+    adapters = None
+
     def __init__(self, engine: TrainEngine, decay: float, on_host: bool = False) -> None:
         self._engine, self._decay = engine, decay
         self._device = torch.device("cpu") if on_host else engine.device

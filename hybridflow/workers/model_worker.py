@@ -109,8 +109,11 @@ def _with_saved_adapters(settings: Settings) -> dict[str, Any]:
     else:
         return found
     strategy = found["train"]
-    if not isinstance(strategy, FSDP):
-        raise ConfigError(f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP().")
+    if not isinstance(strategy, FSDP | Megatron):
+        raise ConfigError(
+            f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP() or "
+            f"hf.Megatron()."
+        )
     if lora is not None:
         _check_equal(read_spec(found["model"], "lm"), lora, start)
         start = replace(lora, start=start.start)
@@ -442,7 +445,7 @@ class ModelWorker(Worker):
         Errors: ReplicaError that names the tensor and the rank (`engines.replicas`)."""
         if self.has_tensors:
             with self.resident():
-                check_replicas(self.context, self.engine.layout(), self.engine.storage())
+                check_replicas(self.context, self.engine)
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:

@@ -171,7 +171,7 @@ class Worker:
         with self.resident() if self.has_tensors else nullcontext():
             kinds, counters = self._kinds(settings) if self.has_tensors else ({}, None)
             if counters is not None and (engine := self.optimizing_engine()) is not None:
-                check_replicas(self.context, engine.layout(), engine.storage())
+                check_replicas(self.context, engine)
             beside = {f"{folder}/{beside_name(name)}": content for name, content in self.beside().items()}
             extra = {root / name: content for name, content in beside.items()} if not rank else {}
             file = RankFile(root / rank_file(folder, rank), report_file(root, folder, rank), id, extra)

@@ -45,7 +45,12 @@ def update(
             found.append((metrics, gradients, engine.step()))
     except Exception as error:
         found.append(error)
-    return [*found, {name: value.clone() for name, value in engine.storage().items()}]
+    return [*found, trained(engine)]
+
+
+def trained(engine: TrainEngine) -> dict[str, Tensor]:
+    tensors = engine.storage() if engine.adapters is None else engine.adapters.storage
+    return {name: value.clone() for name, value in tensors.items()}
 
 
 class FailsBackward(torch.autograd.Function):
@@ -125,7 +130,7 @@ def both(
             if head == fails and breaks is None and absent < 0:
                 losses[-1] = Raises(losses[-1].outputs)  # type: ignore[call-overload]
             calls.append(partial(update, engine, rows, losses, head != silent))
-        before = {head: {n: v.clone() for n, v in engine.storage().items()} for head, engine in engines.items()}
+        before = {head: trained(engine) for head, engine in engines.items()}
         with breaking(engines[fails], *breaks) if breaks else nullcontext():
             if way == "serial":
                 found = [call() for call in calls]

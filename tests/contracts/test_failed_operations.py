@@ -31,6 +31,8 @@ CASES: dict[str, tuple[Any, Sizes]] = {
     "megatron-tp-dp": (Megatron(tp=2, dp=2, **SMALL), (1, 2, 2)),
     "megatron-pp-dp": (Megatron(pp=2, dp=2, **SMALL), (2, 1, 2)),
     "megatron-pp-tp": (Megatron(pp=2, tp=2, **SMALL), (2, 2, 1)),
+    "megatron-lora-1": (Megatron(lora=DROPS, recompute=True, **SMALL), (1, 1, 1)),
+    "megatron-lora-pp-dp": (Megatron(pp=2, dp=2, lora=DROPS, **SMALL), (2, 1, 2)),
 }
 FEW = ["fsdp-2", "zero-2", "megatron-tp-dp"]
 ADAM, MOMENTUM = Adam(lr=0.02, eps=1e-3, clip_grad=0.7), SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
@@ -59,7 +61,10 @@ def test_a_pass_that_fails_on_all_ranks_leaves_nothing(processes, models, case):
 @pytest.mark.parametrize(
     ("case", "places"),
     [
-        *[(case, tasks.PASSES) for case in ("zero-1", "zero-2", "zero-2-offload", "megatron-pp-dp")],
+        *[
+            (case, tasks.PASSES)
+            for case in ("zero-1", "zero-2", "zero-2-offload", "megatron-pp-dp", "megatron-lora-pp-dp")
+        ],
         *[(case, HEAD) for case in ("fsdp-4", "hsdp-2x2", "lora-2", "zero-3")],
     ],
 )
@@ -123,14 +128,14 @@ def test_a_step_of_which_a_pass_failed_begins_anew(processes, models, case):
 
 
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
-@pytest.mark.parametrize("case", [*FEW, "lora-2", "zero-2-offload"])
+@pytest.mark.parametrize("case", [*FEW, "lora-2", "megatron-lora-pp-dp", "zero-2-offload"])
 def test_no_step_takes_memory_for_moments(processes, models, case, optimizer):
     for rank in run(processes, case, tasks.first_step_without_memory, models["llama", "lm"], optimizer=optimizer):
         assert (rank["error"], rank["next"]) == ("", "")
         assert rank["bytes"][0] == rank["bytes"][1] > 0
 
 
-@pytest.mark.parametrize("case", ["fsdp-2", "zero-1", "zero-2", "megatron-tp-dp"])
+@pytest.mark.parametrize("case", ["fsdp-2", "zero-1", "zero-2", "megatron-tp-dp", "megatron-lora-pp-dp"])
 def test_memory_that_does_not_come_changes_nothing(processes, models, case):
     for rank in run(processes, case, tasks.memory_that_does_not_come, models["llama", "lm"]):
         assert "no memory" in rank["offload"]

@@ -1,4 +1,4 @@
-"""LoRA on FSDP against peft on transformers' model in one process: outputs, gradients, updates, files, bytes."""
+"""LoRA on every backend against peft on transformers' model in one process: outputs, gradients, updates, files."""
 
 from __future__ import annotations
 
@@ -14,23 +14,31 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybridflow.config import FSDP, SGD, Adam, LoRA
+from hybridflow.config import FSDP, SGD, Adam, LoRA, Megatron
 from hybridflow.engines.lora.adapters import read_config
 from hybridflow.engines.lora.targets import trained_tensors
 from tests.contracts import lora_tasks as tasks
 from tests.contracts.example_models import load_model, loss_of, make_batch, reference, relative, spec_of, totals_of
-from tests.contracts.train_contract import OPTIMIZERS, joined, values_of, whole
+from tests.contracts.train_contract import OPTIMIZERS, Sizes, count, joined, values_of, whole
 
 SMALL: dict[str, Any] = {"micro_tokens": 48}
-CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "fsdp-1": ({}, 1),
-    "fsdp-4": ({}, 4),
-    "hsdp-2x2": ({"replicate": 2}, 4),
-    "recompute": ({"recompute": True, "reduce_often": True}, 4),
-    "offload": ({"offload": True}, 4),
+CASES: dict[str, tuple[Any, Sizes]] = {
+    "fsdp-1": (FSDP(**SMALL), (1, 1, 1)),
+    "fsdp-4": (FSDP(**SMALL), (1, 1, 4)),
+    "hsdp-2x2": (FSDP(replicate=2, **SMALL), (1, 1, 4)),
+    "recompute": (FSDP(recompute=True, reduce_often=True, **SMALL), (1, 1, 4)),
+    "offload": (FSDP(offload=True, **SMALL), (1, 1, 4)),
+    "megatron-1": (Megatron(recompute=True, **SMALL), (1, 1, 1)),
+    "megatron-d3": (Megatron(**SMALL), (1, 1, 3)),
+    "megatron-t2": (Megatron(tp=2, recompute=True, packed=False, **SMALL), (1, 2, 1)),
+    "megatron-t2-sequence": (Megatron(tp=2, sequence_parallel=True, **SMALL), (1, 2, 2)),
+    "megatron-p2": (Megatron(pp=2, recompute=True, **SMALL), (2, 1, 2)),
+    "megatron-p3t2": (Megatron(tp=2, pp=3, stage_layers=(1, 2, 1), **SMALL), (3, 2, 1)),
+    "megatron-p2t2": (Megatron(tp=2, pp=2, sequence_parallel=True, recompute=True, **SMALL), (2, 2, 1)),
 }
+BOTH = ("fsdp-4", "megatron-p2t2", "megatron-t2-sequence")  # a language and a value model
 KEYS = [("qwen3-tied", "lm"), ("llama", "value")]
-RANK, ALPHA, TARGETS, STEPS = 3, 5, ["q_proj", "v_proj", "down_proj"], 2  # a rank that no number of ranks divides
+RANK, ALPHA, TARGETS, STEPS = 3, 5, ["q_proj", "v_proj", "down_proj"], 3  # a rank that no number of ranks divides
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +46,26 @@ def starts(models, tmp_path_factory) -> dict[tuple[str, str], Path]:
     """Adapters that peft saved, of which neither A nor B is zero."""
     found = {}
     for name, head in KEYS:
-        config = LoraConfig(
-            r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM"
-        )
-        model = get_peft_model(load_model(models[name, head], head), config)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for tensor in trained(model).values():
-                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
         found[name, head] = tmp_path_factory.mktemp("adapters") / f"{name}-{head}"
-        model.save_pretrained(str(found[name, head]))
+        make_adapters(models[name, head], head, TARGETS, found[name, head])
     return found
+
+
+def make_adapters(path: Path, head: str, targets: Any, directory: Path) -> None:
+    config = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM"
+    )
+    model = get_peft_model(load_model(path, head), config)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in trained(model).values():
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    model.save_pretrained(str(directory))
+
+
+def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-5
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -67,11 +84,13 @@ def peft_model(path: Path, head: str, adapters: Path) -> Any:
     return PeftModel.from_pretrained(load_model(path, head), str(adapters), is_trainable=True)  # type: ignore[arg-type]
 
 
-def peft_updates(path: Path, head: str, adapters: Path, make: Any, clip: float = 0.7) -> dict[str, Any]:
+def peft_updates(
+    path: Path, head: str, adapters: Path, make: Any, clip: float = 0.7, steps: int = STEPS
+) -> dict[str, Any]:
     model, loss = peft_model(path, head, adapters), loss_of(head)
     parameters, norms, gradients = trained(model), [], {}
     optimizer = make(parameters.values())
-    for step in range(STEPS):
+    for step in range(steps):
         batch = make_batch(seed=step)
         optimizer.zero_grad()
         scalar, _ = loss(reference(model.base_model.model, head, batch), batch, totals_of(batch))
@@ -101,12 +120,14 @@ def lora(start: Path | None, **more: Any) -> LoRA:
     return LoRA(**({"rank": RANK, "alpha": ALPHA, "targets": TARGETS, "start": start and str(start)} | more))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("fsdp-4", "sgd"), *((name, "adam") for name in CASES)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fsdp-4", "sgd"), ("megatron-t2-sequence", "sgd"), *((name, "adam") for name in CASES)]
+)
 def test_updates_are_those_of_peft(processes, models, starts, expected, tmp_path, name, kind):
-    more, size = CASES[name]
-    for key in KEYS if name == "fsdp-4" else KEYS[:1]:
+    strategy, size = CASES[name][0], count(CASES[name][1])
+    for key in KEYS if name in BOTH else KEYS[:1]:
         (_, head), path, oracle = key, models[key], expected[*key, kind]
-        strategy, save = FSDP(lora=lora(starts[key]), **more, **SMALL), tmp_path / head
+        strategy, save = replace(strategy, lora=lora(starts[key])), tmp_path / head
         save.mkdir()
         args = (processes.name(), strategy, size, path, head, OPTIMIZERS[kind][0], STEPS, save)
         found = processes.run(size, tasks.updates, *args)
@@ -115,9 +136,8 @@ def test_updates_are_those_of_peft(processes, models, starts, expected, tmp_path
         assert relative(whole([part["gradients"] for part in found], shapes), oracle["gradients"]) < 1e-5
         adapters = whole([part["adapters"] for part in found], shapes)
         merged = whole([part["merged"] for part in found], spec_of(path, head).tensors())
-        for got, want in ((adapters, oracle["adapters"]), (merged, oracle["merged"])):
-            assert got.keys() == want.keys()
-            assert max(float((got[n] - want[n]).abs().max()) for n in want) < 1e-5
+        assert near(adapters, oracle["adapters"])
+        assert near(merged, oracle["merged"])
         assert_saved(save, path, head, adapters, oracle)
 
 
@@ -136,7 +156,37 @@ def assert_saved(save: Path, path: Path, head: str, adapters: dict[str, Tensor],
     assert float((here - there).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", [FSDP(), FSDP(replicate=2)], ids=["fsdp-2", "hsdp-2x1"])
+@pytest.mark.parametrize(
+    ("model", "tp", "targets"),
+    [
+        ("llama-tied", 2, ("all-linear",)),
+        ("qwen2", 2, ("k_proj", "model.layers.1.mlp.gate_proj")),
+        ("mistral", 2, ("all-linear",)),
+        ("thirds", 3, ("mlp.up_proj",)),
+        ("qwen2-two-kv", 4, ("all-linear",)),
+        ("qwen3-one-kv", 4, ("k_proj", "o_proj")),
+    ],
+)
+def test_families_cut_as_megatron_cuts_them(processes, models, tmp_path, model, tp, targets):
+    """Also where ranks share a kv-head, and where a layer, or a rank's part of it, has adapters of some rows only."""
+    path, start = models[model, "lm"], tmp_path / "start"
+    make_adapters(path, "lm", targets[0] if targets == ("all-linear",) else list(targets), start)
+    oracle = peft_updates(path, "lm", start, OPTIMIZERS["adam"][1], steps=2)
+    adapters = lora(start, targets=targets)
+    strategy = Megatron(tp=tp, sequence_parallel=model != "qwen2", recompute=model == "mistral", lora=adapters, **SMALL)
+    args = (processes.name(), strategy, tp, path, "lm", OPTIMIZERS["adam"][0], 2, tmp_path)
+    found = processes.run(tp, tasks.updates, *args)
+    shapes = trained_tensors(spec_of(path), adapters)
+    assert found[0]["norms"] == pytest.approx(oracle["norms"], rel=1e-5)
+    assert relative(whole([part["gradients"] for part in found], shapes), oracle["gradients"]) < 1e-5
+    after, merged = (
+        whole([p[kind] for p in found], s) for kind, s in (("adapters", shapes), ("merged", spec_of(path).tensors()))
+    )
+    assert near(after, oracle["adapters"])
+    assert near(merged, oracle["merged"])
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), FSDP(replicate=2), Megatron(tp=2), Megatron(pp=2)], ids=str)
 @pytest.mark.parametrize(
     ("files", "computes"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 )
@@ -166,12 +216,12 @@ def test_a_merged_save_is_the_model_and_its_adapters(processes, models, starts, 
 
 @pytest.mark.parametrize("name", ["fsdp-4", "hsdp-2x2", "fsdp-1"])
 def test_only_what_is_trained_has_gradients_and_optimizer_state(processes, models, starts, tmp_path, name):
-    more, size = CASES[name]
+    strategy, size = CASES[name][0], count(CASES[name][1])
     for (model, head), path in ((key, models[key]) for key in KEYS):
-        strategy = FSDP(lora=lora(starts[model, head]), **more, **SMALL)
+        strategy = replace(strategy, lora=lora(starts[model, head]))
         args = (processes.name(), strategy, size, path, head, Adam(lr=0.01), 1, tmp_path)
         found = processes.run(size, tasks.updates, *args)
-        copies = more.get("replicate", 1)
+        copies = strategy.replicate
         shapes = trained_tensors(spec_of(path, head), lora(None))
         nbytes = 4 * copies * sum(math.prod(shape) for shape in shapes.values())
         assert sum(part["gradient_bytes"] for part in found) == nbytes
@@ -181,27 +231,28 @@ def test_only_what_is_trained_has_gradients_and_optimizer_state(processes, model
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_outputs_with_adapters_and_without(processes, models, starts, disabled):
+@pytest.mark.parametrize("name", BOTH)
+def test_outputs_with_adapters_and_without(processes, models, starts, name, disabled):
+    strategy, sizes = CASES[name]
     for key in KEYS:
         (_, head), path = key, models[key]
-        strategy = FSDP(lora=lora(starts[key]), **SMALL)
+        strategy = replace(strategy, lora=lora(starts[key]))
         parts = processes.run(4, tasks.outputs, processes.name(), strategy, 4, path, head, disabled)
-        name = "values" if head == "value" else "log_probs"
+        output = "values" if head == "value" else "log_probs"
         with torch.no_grad():
             model = peft_model(path, head, starts[key])
             if disabled:
                 model.base_model.disable_adapter_layers()
                 if head == "value":  # the head that was trained is part of the model
                     model.base_model.model.score = model.base_model.model.score.modules_to_save["default"]
-            want = reference(model.base_model.model, head, make_batch())[name].values
-        assert torch.allclose(values_of(joined(parts, (1, 1, 4))[name]), want, atol=1e-5)
+            want = reference(model.base_model.model, head, make_batch())[output].values
+        assert torch.allclose(values_of(joined(parts, sizes)[output]), want, atol=1e-5)
 
 
 def test_new_adapters_change_nothing_and_do_not_depend_on_the_split(processes, models, tmp_path):
     path, found = models["qwen3-tied", "lm"], []
-    for name in ("fsdp-1", "fsdp-4", "hsdp-2x2"):
-        more, size = CASES[name]
-        strategy = FSDP(lora=LoRA(rank=RANK), **more, **SMALL)
+    for name in ("fsdp-1", "fsdp-4", "hsdp-2x2", "megatron-p2t2", "megatron-d3"):
+        strategy, size = replace(CASES[name][0], lora=LoRA(rank=RANK)), count(CASES[name][1])
         args = (processes.name(), strategy, size, path, "lm", SGD(lr=0.0), 0, tmp_path)
         parts = processes.run(size, tasks.updates, *args)
         adapters = whole([p["adapters"] for p in parts], trained_tensors(spec_of(path), LoRA(rank=RANK)))
@@ -213,17 +264,19 @@ def test_new_adapters_change_nothing_and_do_not_depend_on_the_split(processes, m
         assert all(other[name].equal(tensor) for name, tensor in found[0].items())
 
 
-def test_a_step_in_parts_is_the_step_in_one_go(processes, models):
-    strategy = FSDP(lora=LoRA(rank=RANK), **SMALL)
+@pytest.mark.parametrize("name", BOTH)
+def test_a_step_in_parts_is_the_step_in_one_go(processes, models, name):
+    strategy = replace(CASES[name][0], lora=LoRA(rank=RANK))
     args = (processes.name(), strategy, 4, models["qwen3-tied", "lm"], OPTIMIZERS["adam"][0])
     assert all(processes.run(4, tasks.in_parts, *args))
 
 
-def test_a_frozen_model_is_kept_in_16_bits_and_its_adapters_in_float32(processes, models, starts):
+@pytest.mark.parametrize("name", BOTH)
+def test_a_frozen_model_is_kept_in_16_bits_and_its_adapters_in_float32(processes, models, starts, name):
     """Norms agree as far as 8 bits of every activation and frozen weight allow."""
     key, norms = KEYS[0], []
     for dtype in ("float32", "bfloat16"):
-        strategy = FSDP(dtype=dtype, lora=lora(starts[key]), **SMALL)
+        strategy = replace(CASES[name][0], dtype=dtype, lora=lora(starts[key]))
         args = (processes.name(), strategy, 4, models[key], OPTIMIZERS["adam"][0])
         found = processes.run(4, tasks.sixteen_bits, *args)
         norms.append(found[0]["norm"])
@@ -234,10 +287,11 @@ def test_a_frozen_model_is_kept_in_16_bits_and_its_adapters_in_float32(processes
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
-def test_dropout_is_drawn_alike_when_activations_are_computed_again(processes, models, starts):
+@pytest.mark.parametrize("backend", [FSDP, Megatron])
+def test_dropout_is_drawn_alike_when_activations_are_computed_again(processes, models, starts, backend):
     path, found = models[KEYS[0]], []
     for recompute in (False, True):
-        strategy = FSDP(recompute=recompute, lora=lora(starts[KEYS[0]], dropout=0.5), **SMALL)
+        strategy = backend(recompute=recompute, lora=lora(starts[KEYS[0]], dropout=0.5), **SMALL)
         args = (processes.name(), strategy, 1, path, OPTIMIZERS["sgd"][0])
         found.append(processes.run(1, tasks.dropped_out, *args)[0])
     assert found[0] == pytest.approx(found[1], rel=1e-5)

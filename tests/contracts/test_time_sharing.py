@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.config import Megatron
+from hybridflow.config import LoRA, Megatron
 from hybridflow.errors import WorkerError
 from tests.contracts import sharing_tasks as tasks
 from tests.contracts.example_models import VOCABULARY
@@ -27,6 +27,10 @@ STRATEGIES = {
     "4-1-1": {"lm": Megatron(pp=4, micro_tokens=24), "value": Megatron(pp=4, micro_tokens=48)},
     "2-1-2": {"lm": Megatron(pp=2, dp=2, micro_tokens=24), "value": Megatron(pp=2, dp=2, micro_tokens=16)},
     "2-2-1": {"lm": Megatron(pp=2, tp=2, micro_tokens=48), "value": Megatron(pp=2, tp=2, micro_tokens=24)},
+    "2-2-1-lora": {
+        "lm": Megatron(pp=2, tp=2, micro_tokens=48, sequence_parallel=True, lora=LoRA(rank=2)),
+        "value": Megatron(pp=2, tp=2, micro_tokens=24, recompute=True, lora=LoRA(rank=4)),
+    },
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.config import SGD, Adam, Megatron
+from hybridflow.config import SGD, Adam, LoRA, Megatron
 from tests.contracts import engine_tasks as tasks
 from tests.contracts.example_models import (
     VOCABULARY,
@@ -171,6 +171,15 @@ def test_resuming_from_a_state_changes_nothing(processes, models, kind, dtype):
     strategy = megatron((1, 1, 2), dtype=dtype)
     args = (processes.name(), strategy, 2, models["llama", "lm"], OPTIMIZERS[kind][0])
     assert all(processes.run(2, tasks.resumed, *args))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 2, 1)], ids=str)
+def test_resuming_adapters_from_a_state_changes_nothing(processes, models, sizes, dtype):
+    """Of a rank that owns the state of no adapter, too."""
+    strategy = megatron(sizes, dtype=dtype, lora=LoRA(rank=2, targets=("layers.1.self_attn.q_proj",)))
+    args = (processes.name(), strategy, count(sizes), models["llama", "lm"], OPTIMIZERS["adam"][0])
+    assert all(processes.run(count(sizes), tasks.resumed, *args))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)

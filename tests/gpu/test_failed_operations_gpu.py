@@ -27,6 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "zero-2-offload": ZeRO(stage=2, offload=True, **SMALL),
     "zero-3": ZeRO(stage=3, **SMALL),
     "megatron": Megatron(**SMALL),
+    "megatron-lora": Megatron(recompute=True, lora=LoRA(rank=3, alpha=5, dropout=0.3), **SMALL),
 }
 ADAM = Adam(lr=0.02, eps=1e-3, clip_grad=0.7)
 ROOMS = [1 << exponent for exponent in range(13, 22, 2)]
@@ -44,7 +45,7 @@ def test_a_pass_that_fails_leaves_nothing(world, path, name):
     assert all(found["errors"].values())
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp-offload", "lora", "zero-2", "megatron"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-offload", "lora", "zero-2", "megatron", "megatron-lora"])
 def test_a_pass_that_runs_out_of_memory_leaves_nothing(world, path, name):
     """Wherever it does: with more room, it comes further."""
     found = tasks.runs_out(world, f"full-{name}", STRATEGIES[name], path, ADAM, ROOMS)

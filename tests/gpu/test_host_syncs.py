@@ -36,6 +36,7 @@ STRATEGIES: dict[str, Any] = {
     "zero-3": ZeRO(stage=3, **SMALL),
     "megatron": Megatron(**SMALL),
     "lora": FSDP(lora=LoRA(rank=4), **SMALL),
+    "megatron-lora": Megatron(lora=LoRA(rank=4), **SMALL),
 }
 CALLS = ("update", "forward", "score", "offload", "reload")
 ALLOWED: dict[str, tuple[int, ...]] = {
@@ -48,6 +49,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "zero-3": (3, 1, 1, 2, 0),
     "megatron": (3, 1, 1, 2, 0),
     "lora": (3, 1, 1, 2, 0),
+    "megatron-lora": (3, 1, 1, 2, 0),
 }
 STATE = get_args(TrainState)
 CASES = [(name, "lm") for name in STRATEGIES] + [(name, "value") for name in ("fsdp", "zero-2-offload", "megatron")]

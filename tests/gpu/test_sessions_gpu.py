@@ -52,6 +52,11 @@ ACTORS: dict[str, dict[str, Any]] = {
         "generate": vllm(eager=True),
         "overlap": True,
     },
+    "megatron-lora": {
+        "train": Megatron(tp=2, sequence_parallel=True, recompute=True, lora=LoRA(rank=4)),
+        "generate": vllm(eager=True),
+        "offload": ("generation",),
+    },
     "megatron-pp": {"train": Megatron(pp=2), "generate": vllm(), "offload": ("optimizer",)},
     "vllm-tp": {"train": Megatron(tp=2), "generate": vllm(tp=2)},
     "vllm-pp": {"train": Megatron(pp=2), "generate": vllm(pp=2, eager=True)},

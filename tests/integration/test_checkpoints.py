@@ -223,6 +223,7 @@ class Counter:
         self.calls = state["calls"]
 
 
+LORA = hf.LoRA(rank=3, alpha=8)
 LAYOUTS: dict[str, Any] = {
     "p2d2": hf.Megatron(pp=2),
     "t2d2": hf.Megatron(tp=2),
@@ -230,7 +231,11 @@ LAYOUTS: dict[str, Any] = {
     "hsdp": hf.FSDP(replicate=2),
     "zero3": hf.ZeRO(stage=3),
     "zero1": hf.ZeRO(stage=1),
+    "lora-fsdp": hf.FSDP(lora=LORA),
+    "lora-p2t2": hf.Megatron(pp=2, tp=2, sequence_parallel=True, lora=LORA),
+    "lora-t2d2": hf.Megatron(tp=2, lora=LORA),
 }
+WAYS = [("p2d2", "t2d2", "fsdp"), ("t2d2", "zero3", "zero1"), ("fsdp", "hsdp", "p2d2")]
 ADAM = hf.Adam(lr=0.02, eps=1e-3, warmup_steps=2, schedule="cosine", total_steps=8)
 
 
@@ -256,12 +261,14 @@ def trained(actor: hf.WorkerGroup, seeds: range) -> list[float]:
     return [actor.update_actor(row, minibatches=2).get()["actor/grad_norm"] for row in rows]
 
 
-@pytest.mark.parametrize("way", [("p2d2", "t2d2", "fsdp"), ("t2d2", "zero3", "zero1"), ("fsdp", "hsdp", "p2d2")])
+@pytest.mark.parametrize(
+    "way", [*WAYS, ("lora-fsdp", "lora-p2t2", "lora-t2d2"), ("lora-t2d2", "lora-fsdp", "lora-p2t2")]
+)
 def test_training_continues_in_another_layout(pool, place, fresh, policy, tmp_path, way):
     """Three updates in one layout, and one each in three, through checkpoints: equal norms and weights."""
     alone = place(hf.ActorWorker, pool, name="alone", model=policy, train=LAYOUTS[way[0]], optim=ADAM)
     expected = trained(alone, range(3))
-    weights = load_file(Path(alone.save(tmp_path / "expected")) / "model.safetensors")
+    weights = load_file(Path(alone.save(tmp_path / "expected", merged=True)) / "model.safetensors")
     alone.close()
     found, before = [], None
     for number, layout in enumerate(way):
@@ -271,7 +278,7 @@ def test_training_continues_in_another_layout(pool, place, fresh, policy, tmp_pa
         found += trained(actor, range(number, number + 1))
         before = hf.save(tmp_path / f"after-{number}", parts=[actor])
         if number == len(way) - 1:
-            moved = load_file(Path(actor.save(tmp_path / "moved")) / "model.safetensors")
+            moved = load_file(Path(actor.save(tmp_path / "moved", merged=True)) / "model.safetensors")
         actor.close()
     assert found == pytest.approx(expected, rel=1e-5)
     assert max(float((weights[name] - moved[name]).abs().max()) for name in weights) < 1e-5

@@ -23,6 +23,8 @@ PLACEMENTS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "fsdp-parked": (hf.FSDP(lora=LORA), 2, ("generation", "optimizer")),
     "hsdp": (hf.FSDP(replicate=2, lora=LORA), 4, ("generation",)),
     "shared": (hf.FSDP(replicate=4, lora=LORA), 1, ("generation",)),  # every rank trains and generates the whole model
+    "megatron": (hf.Megatron(tp=2, sequence_parallel=True, lora=LORA), 2, ("generation",)),  # shares all but fused rows
+    "megatron-stages": (hf.Megatron(tp=2, pp=2, recompute=True, lora=LORA), 4, ("generation", "optimizer")),
 }
 
 
@@ -139,8 +141,9 @@ def adapters(pool, policy, tmp_path_factory) -> Path:
         actor.close()
 
 
-def test_training_goes_on_from_saved_adapters(pool, adapters, tmp_path):
-    again = hf.ActorWorker.on(pool, name="lora-again", model=adapters, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
+@pytest.mark.parametrize("train", [hf.FSDP(), hf.Megatron(tp=2, pp=2)], ids=["fsdp", "megatron"])
+def test_training_goes_on_from_saved_adapters(pool, adapters, tmp_path, train):
+    again = hf.ActorWorker.on(pool, name="lora-again", model=adapters, train=train, optim=hf.SGD(lr=0.5))
     frozen = hf.ReferenceWorker.on(pool, name="lora-frozen", model=adapters, train=hf.FSDP(replicate=2))
     rows = stored(make_rows(), again)
     try:
@@ -177,9 +180,11 @@ def test_merged_weights_move_to_other_groups_and_none_move_in(pool, policy, adap
         other.close()
 
 
-def test_a_critic_trains_its_head_too(pool, policy, tmp_path):
+@pytest.mark.parametrize("trains", [(hf.FSDP, hf.Megatron), (hf.Megatron, hf.FSDP)], ids=["fsdp", "megatron"])
+def test_a_critic_trains_its_head_too(pool, policy, tmp_path, trains):
+    """Another backend continues from what it saved."""
     critic = hf.CriticWorker.on(
-        pool, name="lora-critic", model=policy, train=hf.FSDP(lora=LORA), optim=hf.SGD(lr=0.5), offload=True
+        pool, name="lora-critic", model=policy, train=trains[0](lora=LORA), optim=hf.SGD(lr=0.5), offload=True
     )
     rows = stored(make_rows(), critic)
     try:
@@ -191,7 +196,7 @@ def test_a_critic_trains_its_head_too(pool, policy, tmp_path):
         assert apart(tiny_models.response_values(merged, make_rows()), values) < 1e-5
     finally:
         critic.close()
-    again = hf.CriticWorker.on(pool, name="lora-critic-again", model=adapters, train=hf.FSDP())
+    again = hf.CriticWorker.on(pool, name="lora-critic-again", model=adapters, train=trains[1]())
     try:
         assert apart(again.compute_values(rows).get()["values"], values) < 1e-5
     finally:
@@ -202,7 +207,9 @@ def test_a_critic_trains_its_head_too(pool, policy, tmp_path):
     ("settings", "error", "message"),
     [
         ({"train": hf.FSDP(lora=hf.LoRA(targets=("query",)))}, "ConfigError", "'query' matches no linear layer"),
-        ({"model": "adapters"}, "ConfigError", "does not compute"),
+        ({"model": "adapters", "train": hf.ZeRO(stage=2)}, "ConfigError", "does not compute"),
+        ({"model": "adapters", "train": hf.Megatron(lora=hf.LoRA(rank=3))}, "ConfigError", "have rank=4"),
+        ({"train": hf.Megatron(lora=hf.LoRA(targets=("query",)))}, "ConfigError", "'query' matches no linear layer"),
         ({"model": "adapters", "train": hf.FSDP(lora=hf.LoRA(rank=3))}, "ConfigError", "have rank=4"),
         ({"model": "adapters", "train": hf.FSDP(tp=2)}, "ConfigError", "not cut by tensor parallelism"),
         ({"train": hf.FSDP(lora=hf.LoRA(start="nowhere"))}, "CheckpointError", "adapter_config"),

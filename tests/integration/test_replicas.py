@@ -17,15 +17,19 @@ STRATEGIES = {
     "hsdp": hf.FSDP(replicate=2),
     "zero-1": hf.ZeRO(stage=1),
     "zero-2": hf.ZeRO(stage=2),
+    "hsdp-lora": hf.FSDP(replicate=2, lora=hf.LoRA(rank=2)),
+    "megatron-lora": hf.Megatron(tp=2, lora=hf.LoRA(rank=2)),
 }
 
 
 class Flipped(hf.ActorWorker):
     @register(ONE_TO_ALL, blocking=True)
     def flip(self, rank: int) -> None:
-        """Change the lowest bit of one weight on this rank."""
+        """Change the lowest bit of one trained weight on this rank."""
         if self.context.rank == rank:
-            largest = max(self.engine.storage().values(), key=torch.Tensor.numel)
+            adapters = self.engine.adapters
+            trained = self.engine.storage() if adapters is None else adapters.storage
+            largest = max(trained.values(), key=torch.Tensor.numel)
             largest.detach().view(-1)[3:4].view(torch.int32).bitwise_xor_(1)
 
 

@@ -14,7 +14,7 @@ from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.fsdp.layout import as_fsdp, check, state_layout, weights_layout
 from hybridflow.engines.fsdp.sharded import Sharded
 from hybridflow.engines.host_memory import available
-from hybridflow.engines.lora.adapters import Adapters
+from hybridflow.engines.lora.adapters import Adapters, adapted_layers
 from hybridflow.engines.lora.targets import adapter_tensors
 from hybridflow.engines.micro_batches import Split
 from hybridflow.engines.process_groups import RankContext
@@ -40,7 +40,7 @@ def build_model(
     weights, state = (found(strategy, spec, grid) for found in (weights_layout, state_layout))
     if strategy.offload:
         agree(context, partial(require_host_memory, context, strategy, weights, dtype, optimizer))
-    shards, adapters = _shards(context, strategy, spec, dtype, state, trains=optimizer is not None)
+    shards, adapters = _shards(context, strategy, spec, dtype, (weights, state), trains=optimizer is not None)
     tensors = spec.tensors()
     columns = -(-spec.vocab // grid.t)
     first = min(spec.vocab, columns * context.coords.t)
@@ -67,9 +67,14 @@ def build_model(
 
 
 def _shards(
-    context: RankContext, strategy: FSDP | ZeRO, spec: Decoder, dtype: torch.dtype, state: Layout, trains: bool
+    context: RankContext,
+    strategy: FSDP | ZeRO,
+    spec: Decoder,
+    dtype: torch.dtype,
+    layouts: tuple[Layout, Layout],
+    trains: bool,
 ) -> tuple[Shards, Adapters | None]:
-    """The parameters on this rank, and the adapters of `state` with LoRA."""
+    """The parameters on this rank, and with LoRA the adapters; `layouts` of weights, and of what is trained."""
     cut = as_fsdp(strategy)
     if cut is None:
         assert isinstance(strategy, ZeRO)
@@ -82,10 +87,13 @@ def _shards(
     shards = Sharded(context, cut, spec, dtype, trains=trains)
     if cut.lora is None:
         return shards, None
-    local = {**shards.storage, **shards.adapters}
-    storage = {name: local[name] for name in state.tensors}
-    peers = context.grid.d // cut.replicate  # ranks of a copy of the model
-    return shards, Adapters(context, spec, cut.lora, state, storage, shards.storage, shards.model.decoder, peers)
+    (weights, trained), local = layouts, {**shards.storage, **shards.adapters}
+    storage = {name: local[name] for name in trained.tensors}
+    layers, peers = (
+        adapted_layers(shards.model.decoder),
+        context.grid.d // cut.replicate,
+    )  # ranks of a copy of the model
+    return shards, Adapters(context, spec, cut.lora, trained, storage, weights, shards.storage, layers, peers)
 
 
 # Host memory

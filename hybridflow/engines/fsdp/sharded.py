@@ -99,7 +99,7 @@ class Sharded:
         pieces = {name: views(name, local_tensor(parameter)) for name, parameter in self.parameters.items()}
         held = {name: tensor for found in pieces.values() for name, tensor in found.items()}
         self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
-        self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
+        self.adapters: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if is_adapter(name)}
         self.memory, self.separate = Residency(self.storage, context.device), False
         self.gradients: Any = LocalGradients(self.parameters, views, context.device)
         trained = {

@@ -1,9 +1,10 @@
 """Adapters: the trained tensors of a sharded model with LoRA, and their merge into its weights (Hu et al. 2021, eq. 3).
 
-`inject` puts peft's layers into a transformers decoder before it is sharded. Adapters are saved in peft's format: a
-directory of `adapter_config.json` and `adapter_model.safetensors`.
+`inject` puts peft's layers into a transformers decoder before it is sharded; Megatron's layers have their own
+(`megatron.parallel_adapters`). Adapters are saved in peft's format: a directory of `adapter_config.json` and
+`adapter_model.safetensors`.
 
-Shapes: r rank of the adapters, I inputs and O outputs of a linear layer, o those rows of O that this rank holds.
+Shapes: r rank of the adapters, I inputs and O outputs of a linear layer; i columns and o rows that this rank holds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridflow.config import DType, LoRA
-from hybridflow.engine3d.layout import Layout, Region
+from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
 from hybridflow.engines.checkpoint.writer import save_tensors, writing
 from hybridflow.engines.lora.targets import ALL, module_names, modules, parts, suffixes
@@ -55,8 +56,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other va
 class Adapters:
     """The adapters of one rank, and of a value model its head: `storage` by the names of `layout`, float32.
 
-    Adapters are never offloaded. `weights` are the rank's parts of the frozen model, into which they can be merged;
-    `peers` consecutive ranks share one copy of the model.
+    Adapters are never offloaded. `weights` are the rank's parts of the frozen model, by the names of `weights_layout`,
+    into which they can be merged: a rank that holds rows of a weight holds those of B. `peers` consecutive ranks have
+    the rest of A. `layers` compute with the adapters.
     """
 
     def __init__(
@@ -66,16 +68,18 @@ class Adapters:
         lora: LoRA,
         layout: Layout,
         storage: Mapping[str, Tensor],
+        weights_layout: Layout,
         weights: Mapping[str, Tensor],
-        decoder: nn.Module,
-        peers: int,
+        layers: Sequence[Any],
+        peers: int = 1,
     ) -> None:
         self.spec, self.lora, self.layout, self.storage = spec, lora, layout, storage
-        self._context, self._weights, self._decoder = context, weights, decoder
+        self._context, self._weights, self._layers = context, weights, layers
         self._modules = modules(spec, lora)
+        self._adapters, self._merged = _by_tensor(layout, context.rank), _by_tensor(weights_layout, context.rank)
         first = context.rank // peers * peers
         self._group = context.groups.of(range(first, first + peers))
-        self._kept: dict[str, Tensor] | None = None  # frozen weights, while others are in their place
+        self._kept: dict[Region, Tensor] | None = None  # frozen weights, while others are in their place
 
     def start(self) -> None:
         """Initial values: those of `lora.start`, or A uniform in +-1/sqrt(I) (as peft) and B zero, which leaves the
@@ -87,7 +91,7 @@ class Adapters:
             return
         for region in self.layout.regions(self._context.rank):
             if region.box.tensor.endswith(".lora_A.weight"):
-                _draw(region, self.layout.tensors[region.box.tensor], self.storage[region.storage])
+                _draw(region, self.layout.tensors[region.box.tensor], self.storage)
             elif region.box.tensor.endswith(".lora_B.weight"):
                 self.storage[region.storage].zero_()
 
@@ -114,42 +118,43 @@ class Adapters:
 
     def _merge(self, module: str) -> None:
         a, b = parts(module)
-        name, a_rI = f"{module}.weight", self._whole(a)
-        weight_oI = self._weights[name]
-        if not weight_oI.numel():
-            return
-        assert self._kept is not None
-        kept = torch.empty(weight_oI.shape, dtype=weight_oI.dtype, device="cpu", pin_memory=weight_oI.is_cuda)
-        self._kept[name] = kept.copy_(weight_oI)
-        change_oI = (self.storage[b] @ a_rI.to(self.storage[b].device)) * (self.lora.alpha / self.lora.rank)
-        weight_oI.copy_(weight_oI.float() + change_oI.to(weight_oI.device))  # rounded once, where W has 16 bits
+        a_rI, kept = self._whole(a), self._kept
+        assert kept is not None
+        for region in self._merged.get(f"{module}.weight", ()):
+            (first, left), (last, right) = region.box.start, region.box.stop
+            weight_oi = region.view(self._weights[region.storage])
+            copy = torch.empty(weight_oi.shape, dtype=weight_oi.dtype, device="cpu", pin_memory=weight_oi.is_cuda)
+            kept[region] = copy.copy_(weight_oi)
+            (held,) = self._adapters[b]
+            b_or = held.view(self.storage[held.storage], Box(b, (first, 0), (last, self.lora.rank)))
+            change_oi = (b_or @ a_rI[:, left:right].to(b_or.device)) * (self.lora.alpha / self.lora.rank)
+            weight_oi.copy_(weight_oi.float() + change_oi.to(weight_oi.device))  # rounded once, where W has 16 bits
 
     def _whole(self, tensor: str) -> Tensor:
-        """A tensor that the peers hold rows of."""
+        """A tensor of which each of the peers holds a part; without peers, what this rank holds, and zeros."""
         whole = torch.zeros(self.layout.tensors[tensor], dtype=torch.float32, device=self._context.device)
-        for region in self.layout.regions(self._context.rank):
-            if region.box.tensor == tensor:
-                whole[slice(*region.box.rows)] = self.storage[region.storage]
-        dist.all_reduce(whole, group=self._group)  # a sum with zeros
+        for region in self._adapters.get(tensor, ()):
+            whole[_index(region.box)] = region.view(self.storage[region.storage])
+        if self._group.size() > 1:
+            dist.all_reduce(whole, group=self._group)  # a sum with zeros
         return whole
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the weights from before `merge` bit for bit; they must have memory. A second call does nothing."""
         kept, self._kept = self._kept or {}, None
-        for name, weight in kept.items():
-            self._weights[name].copy_(weight)
+        for region, weight in kept.items():
+            region.view(self._weights[region.storage]).copy_(weight)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Multiplies the adapters' outputs by zero inside: the model is its own reference policy."""
-        layers = list(_layers(self._decoder))
         try:
-            for layer in layers:
+            for layer in self._layers:
                 layer.set_scale(_NAME, 0)
             yield
         finally:
-            for layer in layers:
+            for layer in self._layers:
                 layer.set_scale(_NAME, 1)
 
     def save(self, directory: str | os.PathLike[str], base: str | os.PathLike[str], dtype: DType | None = None) -> None:
@@ -193,11 +198,22 @@ class Adapters:
             return (Path(directory) / CONFIG).read_bytes()
 
 
-def _draw(region: Region, shape: tuple[int, ...], storage: Tensor) -> None:
+def _by_tensor(layout: Layout, rank: int) -> dict[str, list[Region]]:
+    found: dict[str, list[Region]] = {}
+    for region in layout.regions(rank):
+        found.setdefault(region.box.tensor, []).append(region)
+    return found
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))
+
+
+def _draw(region: Region, shape: tuple[int, ...], storage: Mapping[str, Tensor]) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(region.box.tensor.encode()))
     bound = 1 / math.sqrt(shape[1])
     whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    storage.copy_(whole[slice(*region.box.rows)])
+    region.view(storage[region.storage]).copy_(whole[_index(region.box)])
 
 
 # Saved adapters
@@ -270,7 +286,7 @@ def inject(decoder: nn.Module, spec: Decoder, lora: LoRA) -> None:
         inject_adapter_in_model(config, nameless, adapter_name=_NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"{_asked(spec, lora, within)}: peft does not add adapters to them: {error}") from None
-    layers = set(_layers(decoder))
+    layers = set(adapted_layers(decoder))
     given = {name for name, module in decoder.named_modules() if module in layers}
     if wrong := sorted(given ^ set(within)):
         raise ConfigError(f"{_asked(spec, lora, within)}: peft takes them otherwise, see {wrong[0]}. Name others.")
@@ -291,7 +307,8 @@ def _asked(spec: Decoder, lora: LoRA, names: Sequence[str]) -> str:
     return f"LoRA(targets={list(lora.targets)}) of a {spec.family} decoder means {', '.join(suffixes(list(names)))}"
 
 
-def _layers(decoder: nn.Module) -> Iterator[Any]:
+def adapted_layers(decoder: nn.Module) -> list[Any]:
+    """peft's layers."""
     from peft.tuners.lora import LoraLayer
 
-    return (module for module in decoder.modules() if isinstance(module, LoraLayer))
+    return [module for module in decoder.modules() if isinstance(module, LoraLayer)]

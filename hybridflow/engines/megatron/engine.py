@@ -23,10 +23,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridflow import config
+from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
 from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
+from hybridflow.engines.lora.adapters import Adapters
+from hybridflow.engines.megatron.adapter_layout import adapter_units
 from hybridflow.engines.megatron.experts import Router
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
@@ -36,12 +39,14 @@ from hybridflow.engines.megatron.layout import (
     check,
     stages,
     state_layout,
+    trained_layout,
     units,
     vocabulary_rows,
     weights_layout,
 )
 from hybridflow.engines.megatron.messages import StageMessages
 from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config, without_output_layer
+from hybridflow.engines.megatron.parallel_adapters import add_adapters
 from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.pipeline_turn import PipelineTurn
@@ -70,6 +75,11 @@ def build_model(
         settings = transformer_config(arch, strategy, grid, dtype, device)
         model, selection = build_gpt(arch, settings, at, of_stages[at.p], groups, device)
     model.requires_grad_(optimizer is not None)
+    weights, layers = weights_layout(strategy, spec, grid), list[Any]()
+    trained, lora = trained_layout(strategy, spec, grid), strategy.lora
+    if lora is not None:
+        layers = add_adapters(model, weights, trained, context.rank, lora, optimizer is not None, groups.tp)
+        of_stage += adapter_units(trained, context.rank, of_stage)
     shards = MegatronShards(context, spec, model, of_stage, groups)
     micro_batches = Split(
         strategy.micro_tokens,
@@ -79,7 +89,7 @@ def build_model(
         packed=strategy.packed,
         cost=spec.cost,
     )
-    parts = step_groups(spec.tensors(), of_stages)
+    parts = step_groups({**spec.tensors(), **trained.tensors}, of_stages)
     tokens = TokenOutputs(context.role, spec, micro_batches, vocabulary_rows(spec.vocab, grid.t, at.t), groups.tp)
     tokens.context = ContextParallel(context, strategy.cp) if strategy.cp > 1 else None
     together = arch.experts is not None or strategy.cp > 1
@@ -87,7 +97,7 @@ def build_model(
         shards=shards,
         loop=PipelineLoop(context, model, selection, lockstep=together, tokens=tokens),
         tokens=tokens,
-        layout=weights_layout(strategy, spec, grid),
+        layout=weights,
         optimizer_layout=state_layout(strategy, spec, grid) if optimizer else None,
         step_groups=parts,
         parts=[
@@ -97,11 +107,26 @@ def build_model(
         no_decay=frozenset(n for unit in of_stage for n, shape in unit.parameters.items() if len(shape) == 1),
         fp16=dtype == torch.float16,
         replays=partial(_replays, model, sum(arch.sparse[: of_stages[at.p].start]), groups.tp),
+        adapters=lora and _adapters(context, spec, lora, trained, weights, shards, layers),
     )
 
 
 def _replays(model: GPTModel, first: int, group: dist.ProcessGroup) -> Replays:
     return Replays([module.replay for module in model.modules() if isinstance(module, Router)], first, group)
+
+
+def _adapters(
+    context: RankContext,
+    spec: Decoder,
+    lora: config.LoRA,
+    trained: Layout,
+    weights: Layout,
+    shards: MegatronShards,
+    layers: Sequence[Any],
+) -> Adapters:
+    local = {**shards.storage, **shards.adapters}
+    storage = {region.storage: local[region.storage] for region in trained.regions(context.rank)}
+    return Adapters(context, spec, lora, trained, storage, weights, shards.storage, layers)
 
 
 def process_group_collection(context: RankContext) -> ProcessGroupCollection:

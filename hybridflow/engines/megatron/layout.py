@@ -22,11 +22,14 @@ from operator import add
 
 from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engines.lora.targets import modules
+from hybridflow.engines.megatron.adapter_layout import adapter_layout, adapter_units
 from hybridflow.engines.units import Unit, owned_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.architecture import Experts, architecture
 from hybridflow.models.hf_spec import Decoder, check_shared_heads
-from hybridflow.models.spec import Part
+from hybridflow.models.spec import ModelSpec, Part
+from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -38,7 +41,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 def check(strategy: Megatron, spec: Decoder, grid: RankGrid, role: str = "the model") -> None:
     """Errors: ModelError when the model is not computed here, or cannot be split by t, p, the stages' layers and the
-    shares of experts; PlacementError for a grid with other shares than the strategy's."""
+    shares of experts; PlacementError for a grid with other shares than the strategy's; ConfigError for a target of LoRA
+    that matches nothing, and for dropout with tensor parallel ranks."""
     if (grid.ep, grid.etp) != (strategy.ep, strategy.etp):
         raise PlacementError(
             f"{role} has a grid of its own with ep={grid.ep}, etp={grid.etp}, {strategy} asks for ep={strategy.ep}, "
@@ -49,6 +53,16 @@ def check(strategy: Megatron, spec: Decoder, grid: RankGrid, role: str = "the mo
     found.check_experts(grid.experts.ep, grid.experts.etp, role)
     check_shared_heads(spec, strategy.cp, grid.t, strategy.packed, role)
     _check_tensors(spec)
+    if (lora := strategy.lora) is None:
+        return
+    if not isinstance(spec, ModelSpec):
+        raise ModelError(f"{role}: Megatron trains adapters of Llama, Qwen2, Qwen3 and Mistral. Use FSDP(lora=...).")
+    modules(spec, lora)
+    require(
+        grid.t == 1 or not lora.dropout,
+        f"{role}: LoRA(dropout={lora.dropout}) with t={grid.t}: tensor parallel ranks would drop different inputs "
+        f"of one layer. Use dropout=0 or tp=1.",
+    )
 
 
 @lru_cache(maxsize=64)
@@ -77,16 +91,28 @@ def state_layout(strategy: Megatron, spec: Decoder, grid: RankGrid) -> Layout:
     """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
 
     As in Megatron's distributed optimizer, of every unit's buffer each data parallel rank owns one contiguous range.
-    Padding of the vocabulary has state too, which is zero and in no box. Errors: those of `megatron_layout`.
+    Padding of the vocabulary has state too, which is zero and in no box. With LoRA it is that of the tensors that are
+    trained. Errors: those of `check`.
     """
+    held = trained_layout(strategy, spec, grid)
 
     def of_rank(rank: int) -> list[tuple[Unit, int, int]]:
         dense, experts = (grid.d, grid.coords(rank).d), (grid.experts.edp, grid.experts.coords(rank).edp)
-        return [
-            (unit, *(experts if unit.experts else dense)) for unit in units(spec, grid, rank, strategy.stage_layers)
-        ]
+        of_stage = units(spec, grid, rank, strategy.stage_layers)
+        if strategy.lora is not None:
+            of_stage += adapter_units(held, rank, of_stage)
+        return [(unit, *(experts if unit.experts else dense)) for unit in of_stage]
 
-    return owned_layout(weights_layout(strategy, spec, grid), of_rank)
+    return owned_layout(held, of_rank)
+
+
+def trained_layout(strategy: Megatron, spec: Decoder, grid: RankGrid) -> Layout:
+    """Layout of the parameters, with LoRA of those that are trained. Errors: those of `check`."""
+    weights = weights_layout(strategy, spec, grid)
+    if strategy.lora is None:
+        return weights
+    assert isinstance(spec, ModelSpec), "refused by check"
+    return adapter_layout(weights, spec, strategy.lora, grid)
 
 
 def megatron_layout(spec: Decoder, grid: RankGrid, stage_layers: Sequence[int] | None = None) -> Layout:

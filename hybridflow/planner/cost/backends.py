@@ -81,7 +81,7 @@ class Backend:
 
 BACKENDS: Mapping[type, Callable[[Any], Backend]] = MappingProxyType(
     {
-        Megatron: lambda given: Backend(given, pipeline=True, tensor=True, of_transformers=False),
+        Megatron: lambda given: Backend(given, pipeline=True, tensor=True, lora=given.lora, of_transformers=False),
         ZeRO: lambda given: Backend(given, stage=given.stage, often=given.stage > 1, offload=given.offload),
         FSDP: lambda given: Backend(
             given,
@@ -99,14 +99,18 @@ MEGATRON = Backend.of(Megatron())
 
 
 @lru_cache(maxsize=256)
-def adapters(model: ModelSpec, lora: LoRA) -> tuple[float, float]:
-    """Elements of a decoder layer's adapters, and columns that these read and write, on average over the layers.
-    Errors: ConfigError for a target that is no linear layer of the model."""
+def adapters(model: ModelSpec, lora: LoRA, t: int = 1, shares: int = 1) -> tuple[float, float, float]:
+    """Of a decoder layer on one of `t` tensor parallel ranks, `shares` of which share the sequence, on average over the
+    layers: elements of its adapters, columns that these read and write per token, and columns between A and B.
+
+    The side that is cut is never the hidden one. Errors: ConfigError for a target that is no linear layer of the
+    model."""
     tensors = (tensor for layer in range(model.layers) for tensor in model.layer_tensors(layer).items())
     linear = [(name.removesuffix(".weight"), shape) for name, shape in tensors if len(shape) == 2]
     for target in lora.targets:
         if not any(lora.matches(target, name) for name, _ in linear):
             known = dict.fromkeys(name.rpartition(".")[2] for name, _ in linear)
             raise ConfigError(f"LoRA: {target!r} matches no linear layer of this model.{nearest(target, known)}")
-    sides = sum(sum(shape) for name, shape in linear if lora.adapts(name)) / model.layers
-    return lora.rank * sides, sides
+    adapted = [sum(shape) - model.hidden for name, shape in linear if lora.adapts(name)]
+    hidden, cut = model.hidden * len(adapted) / model.layers, sum(adapted) / t / model.layers
+    return lora.rank * (hidden + cut), hidden / shares + cut, lora.rank * len(adapted) / model.layers

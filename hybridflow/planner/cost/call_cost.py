@@ -94,7 +94,7 @@ def exposed_communication(context: CallContext, rows: float, training: bool) -> 
         return links.collective(nbytes, shards, links.t) + brought
 
     def summed(elements: float) -> float:  # gradients, and where there are copies of the parameters, among these
-        nbytes, ranks = elements / links.t * REDUCED, shards if backend.sharded else links.d
+        nbytes, ranks = elements * REDUCED, shards if backend.sharded else links.d
         own = nbytes / ranks
         copies = 2 * links.collective(own, links.d // ranks, links.t * ranks)
         return links.collective(nbytes, ranks, links.t) + copies + (own / links.host if backend.offload else 0.0)
@@ -140,7 +140,9 @@ def training(context: CallContext, rows: float, minibatches: int, epochs: int) -
     see `exposed_communication`."""
     links, size, k, backend = context.links, context.size, context.coefficients, context.backend
     steps = min(minibatches, max(1, int(rows)))
-    shard = max(size.stage(links.p)) / links.t
+    shard, width = max(size.stage(links.p)) / links.t, context.itemsize
+    if backend.lora is not None:
+        shard, width = context.stepped, REDUCED  # adapters are float32 too
     buffers = -(-size.layers // links.p) + 1  # of each layer, and of what lies outside
     each = -(-rows / steps // links.d)  # the rank with most rows
     schedule = PipelineSchedule.of(context, max(each, 1.0), training=True)
@@ -150,7 +152,7 @@ def training(context: CallContext, rows: float, minibatches: int, epochs: int) -
     if backend.stage == 1:
         parts["data_parallel"] += links.collective(shard * REDUCED, links.d, links.p * links.t, buffers)
     if not backend.sharded:
-        parts["data_parallel"] += links.collective(shard * context.itemsize, links.d, links.p * links.t, buffers)
+        parts["data_parallel"] += links.collective(shard * width, links.d, links.p * links.t, buffers)
     parts["optimizer"] = update(context)
     if context.profile and backend.stage == 1:
         took = context.profile.parted(context.model, "update", links.t, shard, links.d)
@@ -177,11 +179,7 @@ def update_work(context: CallContext, rows: float, minibatches: int, epochs: int
 def update(context: CallContext) -> float:
     """Seconds of an optimizer step on a device, beside messages."""
     links, backend = context.links, context.backend
-    if backend.lora is None:
-        stepped = max(context.size.stage(links.p)) / links.t
-    else:
-        layer, outside = context.trained
-        stepped = context.size.layers * layer + outside
+    stepped = max(context.size.stage(links.p)) / links.t if backend.lora is None else context.stepped
     own = stepped / (context.parallel.shards if backend.sharded else links.d)
     summed = stepped if backend.stage == 1 else own  # gradients that a rank keeps
     if not backend.offload:

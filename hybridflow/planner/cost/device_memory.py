@@ -60,9 +60,9 @@ def static(context: CallContext, trained: bool, averaged: bool = False) -> Devic
     if not trained:
         return DeviceMemory(parameters=parameters, average=averaged * parameters / context.itemsize * MAIN)
     if backend.lora is not None:
-        layer, outside = context.trained
-        own = (context.size.layers * layer + outside) / context.parallel.shards
-        return DeviceMemory(parameters + own * MAIN, own * GRADIENT, own * MOMENTS)
+        own = context.stepped / context.parallel.shards
+        ranks = 1 if backend.sharded else context.parallel.d
+        return DeviceMemory(parameters + own * MAIN, own * GRADIENT, own * MOMENTS / ranks)
     shard, d = parameters / context.itemsize, context.parallel.d
     if backend.sharded:  # parameters are their own float32 main ones
         return DeviceMemory(shard * MAIN, shard * GRADIENT, shard * MOMENTS)
@@ -113,7 +113,7 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     if context.backend.stage > 1:  # whole gradients that wait to be added up over ranks: of two units of the model;
         (unit, outside), micro = context.trained, schedule.micro * schedule.flushes
         some = micro == 1 or context.backend.often  # of all where micro-batches are added up on each rank first
-        gathered += (unit + max(unit, outside) if some else size.layers * unit + outside) / t * GRADIENT
+        gathered += (unit + max(unit, outside) if some else size.layers * unit + outside) * GRADIENT
     return DeviceMemory(activations=activations, logits=logits * TRAINED, weights=own, gathered=gathered)
 
 

@@ -94,11 +94,18 @@ class CallContext:
 
     @property
     def trained(self) -> tuple[float, float]:
-        """Elements that training steps: of a decoder layer, and of all that lies outside of the layers."""
-        size, lora = self.size, self.backend.lora
+        """Elements that training steps on a tensor parallel rank: of a decoder layer, and of all that lies outside of
+        the layers."""
+        size, lora, t = self.size, self.backend.lora, self.parallel.t
         if lora is None:
-            return size.layer, size.outside
-        return adapters(self.model, lora)[0], float(size.hidden if self.model.head == "value" else 0)
+            return size.layer / t, size.outside / t
+        return adapters(self.model, lora, t)[0], float(size.hidden if self.model.head == "value" else 0)
+
+    @property
+    def stepped(self) -> float:
+        """Elements that training steps on the stage with most, with LoRA."""
+        layer, outside = self.trained
+        return -(-self.size.layers // self.parallel.p) * layer + outside
 
     def measured(self, kind: Pass, tokens: float, formula: Seconds) -> Seconds:
         """A profile's seconds of a pass; `formula` if not measured."""
@@ -136,11 +143,11 @@ def layer_products(context: CallContext, tokens: float) -> float:
 
 def backward(context: CallContext, forward: Seconds, trained: float, frozen: float = 0.0) -> Seconds:
     """Twice the products (by inputs and by weights), traffic and launches, one all-reduce for each of the forward's,
-    and the gradients of `trained` parameters, cut by t: they go into the sums of their mini-batch, written and read as
-    they are, the float32 sums read and written. `frozen`: seconds of products with weights that get no gradient."""
+    and the gradients of `trained` parameters of this rank: they go into the sums of their mini-batch, written and read
+    as they are, the float32 sums read and written. `frozen`: seconds of products with weights without a gradient."""
     links, launches = context.links, 2 * LAUNCHES * context.coefficients.latency if forward.total else 0.0
     twice = Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel).launched(launches)
-    return twice.plus(Seconds(memory=trained / links.t * 2 * (context.itemsize + SUMS) / links.bandwidth))
+    return twice.plus(Seconds(memory=trained * 2 * (context.itemsize + SUMS) / links.bandwidth))
 
 
 def output_forward(context: CallContext, tokens: float) -> Seconds:
@@ -220,9 +227,11 @@ def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool
     """Forward of a layer over a micro-batch; in training with backward, and forward again where it is recomputed."""
     forward, frozen, lora = layer_forward(context, tokens, pairs), 0.0, context.backend.lora
     if lora is not None:  # each adapter: two thin products, whose inputs are read, and outputs read, added to, written
-        frozen, (elements, sides) = layer_products(context, tokens), adapters(context.model, lora)
-        moved = tokens * 2 * sides * context.itemsize / context.links.bandwidth
-        forward = forward.plus(Seconds(product(context, tokens, elements, lora.rank), moved))
+        links, frozen = context.links, layer_products(context, tokens)
+        _, sides, between = adapters(context.model, lora, links.t, links.shares)
+        moved = tokens * 2 * sides * context.itemsize / links.bandwidth
+        summed = links.tensor_all_reduce(tokens * between * context.itemsize)
+        forward = forward.plus(Seconds(product(context, tokens, lora.rank * sides, lora.rank), moved, summed))
     back = backward(context, forward, context.trained[0], frozen)
     forward = context.measured("forward", tokens, forward)
     if not training:
@@ -233,6 +242,6 @@ def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool
 def output_pass(context: CallContext, tokens: float, training: bool) -> Seconds:
     forward = output_forward(context, tokens)
     frozen = forward.compute if context.backend.lora is not None else 0.0
-    back = backward(context, forward, 0.0 if frozen else context.size.output, frozen)
+    back = backward(context, forward, 0.0 if frozen else context.size.output / context.links.t, frozen)
     forward = context.measured("output", tokens, forward)
     return forward.plus(context.measured("output_backward", tokens, back)) if training else forward

@@ -18,6 +18,7 @@ from hybridflow.topology import RankGrid
 from tests import tiny_models
 
 ADAM = hf.Adam(lr=1e-3)
+ADAPTED = hf.Megatron(tp=2, sequence_parallel=True, lora=hf.LoRA(rank=2))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def placed(devices: int, settings: dict[str, Any], worker: Any = hf.ActorWorker,
     spec.check(grid or spec.grid(devices), "cpu")
 
 
-@pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(tp=2), hf.ZeRO(stage=2), hf.Megatron(tp=2)], ids=str)
+@pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(tp=2), hf.ZeRO(stage=2), hf.Megatron(tp=2), ADAPTED], ids=str)
 def test_what_fits_is_taken(models, train):
     placed(4, {"model": models["llama"], "train": train})
 
@@ -146,6 +147,20 @@ def test_peft_is_asked_on_the_driver(models, monkeypatch):
             r"FSDP\(tp=2, lora=...\): adapters are not cut by tensor parallelism. Use tp=1",
         ),
         ("llama", 4, lambda: hf.ZeRO(stage=1, lora=hf.LoRA()), ConfigError, "ZeRO has no setting 'lora'"),
+        (
+            "llama",
+            4,
+            lambda: hf.Megatron(pp=2, lora=hf.LoRA(targets=("c_attn",))),
+            ConfigError,
+            "'c_attn' matches no linear layer of this llama decoder, which has q_proj, .* in 2 layers",
+        ),
+        (
+            "llama",
+            4,
+            lambda: hf.Megatron(tp=2, lora=hf.LoRA(dropout=0.1)),
+            ConfigError,
+            r"actor: LoRA\(dropout=0.1\) with t=2: .* different inputs of one layer. Use dropout=0 or tp=1",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(models, model, devices, train, error, says):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hybridflow.config import FSDP, LoRA
+from hybridflow.config import FSDP, LoRA, Megatron
 from hybridflow.engines.lora.adapters import read_config
 from hybridflow.engines.lora.targets import adapter_tensors, modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
@@ -69,11 +69,12 @@ def test_settings_that_cannot_be(wrong, message):
         LoRA(**wrong)
 
 
-def test_lora_belongs_to_fsdp_without_tensor_parallelism():
+def test_lora_on_fsdp_is_without_tensor_parallelism():
     with pytest.raises(ConfigError, match="adapters are not cut by tensor parallelism"):
         FSDP(tp=2, lora=LoRA())
-    with pytest.raises(ConfigError, match=r"give hf\.LoRA"):
-        FSDP(lora=16)  # type: ignore[arg-type]
+    for backend in (FSDP, Megatron):
+        with pytest.raises(ConfigError, match=r"give hf\.LoRA"):
+            backend(lora=16)  # type: ignore[arg-type]
 
 
 SAVED = {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.dataflows import ppo
 from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
 from hybridflow.engines.lora.targets import adapter_tensors
+from hybridflow.engines.megatron.layout import trained_layout
 from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
@@ -76,6 +77,29 @@ def test_adapters_have_the_elements_that_are_trained(targets):
     assert adapters(MODEL, lora)[0] * MODEL.layers == elements
     found = simulator(FSDP(lora=lora)).static("actor", at(FSDP(lora=lora)))
     assert found == pytest.approx((2 * MODEL.num_parameters + 16 * elements) / 16)
+
+
+@pytest.mark.parametrize("strategy", [Megatron(), Megatron(tp=2), Megatron(pp=4), Megatron(tp=4, pp=2)], ids=str)
+def test_adapters_on_megatron_have_the_bytes_that_its_ranks_hold(strategy):
+    """Of the first rank, against the layouts: float32 parameters and gradients, a share of the moments."""
+    lora, grid = replace(strategy, lora=LoRA(rank=8)), strategy.grid(16)
+    held = sum(region.box.numel for region in trained_layout(lora, MODEL, grid).regions(0))
+    parallel = Parallel(grid.p, grid.t, grid.d)
+    bare = Costs(A100S, replace(GRAPH, strategies={"reference": strategy}), WORK)
+    frozen = bare.static("reference", CallPlan(SIXTEEN, parallel))
+    found = simulator(lora).static("actor", CallPlan(SIXTEEN, parallel))
+    assert found == pytest.approx(frozen + held * (4 + 4 + 8 / grid.d), rel=1e-9)
+
+
+def test_adapters_on_megatron_cost_less_than_the_model_and_their_exchanges_little():
+    whole, thin = Megatron(), Megatron(lora=LoRA(rank=16))
+    for t in (1, 4):
+        trained, adapted = (simulator(s).cost(TRAIN, at(s, t)).parts for s in (whole, thin))
+        assert adapted["compute"] < 0.85 * trained["compute"]
+        assert adapted["optimizer"] < trained["optimizer"] / 50
+        assert adapted["data_parallel"] < trained["data_parallel"] / 20
+        if t > 1:
+            assert trained["tensor_parallel"] < adapted["tensor_parallel"] < 1.1 * trained["tensor_parallel"]
 
 
 def test_targets_that_no_layer_has_are_refused():
