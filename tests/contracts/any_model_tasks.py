@@ -59,13 +59,13 @@ MEGATRON: dict[str, dict[str, Any]] = {
         },
     },
     "vaultgemma": {"model_type": "vaultgemma", **_TWO},
-    "phi3": {"model_type": "phi3", "sliding_window": 6},
-    "olmo2": {"model_type": "olmo2"},
+    "phi3-window": {"model_type": "phi3", "sliding_window": 6},
+    "olmo2-again": {"model_type": "olmo2"},
     "olmo3": {"model_type": "olmo3", **_FULL},
     "glm": {"model_type": "glm", "attention_bias": True},
     "glm4": {"model_type": "glm4", "attention_bias": True},
     "helium": {"model_type": "helium"},
-    "granite": {
+    "granite-more": {
         **FAMILIES["granite"],
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
@@ -88,7 +88,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"model_type": "qwen2_moe", **_OF_QWEN, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {"model_type": "qwen3_moe", **_OF_QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
+    "mixtral-6": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
     "glm4_moe": {"model_type": "glm4_moe", **_OF_GLM, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
     "solar_open": {"model_type": "solar_open", **_OF_GLM},
 }

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.config import FSDP, Megatron, ZeRO
+from hybridflow.config import FSDP, ZeRO
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.engines.fsdp.layout import check_tensor_parallel, weights_layout
+from hybridflow.engines.fsdp.layout import check, check_tensor_parallel, weights_layout
 from hybridflow.errors import CheckpointError, ModelError
 from hybridflow.models.hf_spec import TransformersSpec, read_spec
 from tests.contracts import any_model_tasks as tasks
@@ -157,27 +157,28 @@ def test_norms_around_one_begin_as_the_model_itself_begins():
 
 
 @pytest.mark.parametrize(
-    ("settings", "strategy", "says"),
+    ("settings", "says"),
     [
-        ({"model_type": "gemma2"}, Megatron(), "Megatron cannot cut the gemma2 model .* FSDP.. or ZeRO"),
-        ({"model_type": "gema2"}, FSDP(), "'gema2' is not supported.* Did you mean 'gemma2'"),
-        ({"model_type": "llama"}, FSDP(), "lacks hidden_size"),
-        ({"model_type": "gemma2", "quantization_config": {"quant_method": "fp8"}}, FSDP(), "is quantized"),
-        ({"model_type": "bert"}, FSDP(), "bert model sees later tokens.*is_decoder"),
-        ({"model_type": "roberta"}, FSDP(), "roberta model sees later tokens.*is_decoder"),
-        ({"model_type": "xlnet"}, FSDP(), "xlnet model sees later tokens.*Use a causal model"),
-        ({"model_type": "gemma3"}, FSDP(), "more than a text decoder"),
-        (
-            {"model_type": "deepseek_v3", "num_hidden_layers": 4},
-            ZeRO(stage=1),
-            "e_score_correction_bias, which is no param",
-        ),
+        ({"model_type": "gema2"}, "'gema2' is not supported.* Did you mean 'gemma2'"),
+        ({"model_type": "llama"}, "lacks hidden_size"),
+        ({"model_type": "gemma2", "quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+        ({"model_type": "bert"}, "bert model sees later tokens.*is_decoder"),
+        ({"model_type": "roberta"}, "roberta model sees later tokens.*is_decoder"),
+        ({"model_type": "xlnet"}, "xlnet model sees later tokens.*Use a causal model"),
+        ({"model_type": "gemma3"}, "more than a text decoder"),
     ],
 )
-def test_models_that_cannot_be_cut_are_refused_before_anything_is_made(tmp_path, settings, strategy, says):
+def test_models_that_cannot_be_cut_are_refused_before_anything_is_made(tmp_path, settings, says):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
         read_spec(tmp_path, "lm")
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), ZeRO(stage=1)])
+def test_what_a_router_adds_to_scores_is_no_parameter(strategy):
+    spec = TransformersSpec.of({"model_type": "deepseek_v3", "num_hidden_layers": 4})
+    with pytest.raises(ModelError, match="e_score_correction_bias, which is no parameter"):
+        check(strategy, spec, strategy.grid(2), "actor")
 
 
 @pytest.mark.parametrize("settings", [{"model_type": "gpt_neox"}, {"model_type": "bert", "is_decoder": True}])

@@ -17,7 +17,7 @@ from tests.contracts.any_model_tasks import MEGATRON, expected, make
 from tests.contracts.example_models import make_batch, relative
 from tests.contracts.train_contract import joined, whole
 
-EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "solar_open")
+EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral-6", "glm4_moe", "solar_open")
 GRIDS = {"1": Megatron(), "t2": Megatron(tp=2, sequence_parallel=True), "p2-d2": Megatron(pp=2, dp=2)}
 OF_EXPERTS = {
     "1": Megatron(),
@@ -77,13 +77,13 @@ SHARED = [
     ("helium", Megatron(cp=2, tp=2, sequence_parallel=True, recompute=True)),
     ("llama-yarn", Megatron(cp=2, pp=2)),
     ("qwen2-windows", Megatron(cp=2, tp=2)),
-    ("mixtral", Megatron(cp=2, ep=2)),
+    ("mixtral-6", Megatron(cp=2, ep=2)),
     ("qwen3_moe", Megatron(cp=2, tp=2, ep=2)),
     ("gemma2-more", FSDP(cp=2)),
-    ("phi3", FSDP(cp=2, dp=2, recompute=True)),
-    ("olmo2", FSDP(cp=4)),
+    ("phi3-window", FSDP(cp=2, dp=2, recompute=True)),
+    ("olmo2-again", FSDP(cp=4)),
     ("llama-yarn", FSDP(cp=2, tp=2, reduce_often=True)),
-    ("mixtral", FSDP(cp=2)),
+    ("mixtral-6", FSDP(cp=2)),
 ]
 
 
@@ -127,7 +127,7 @@ REPLAYS = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral-6"])
 @pytest.mark.parametrize("way", REPLAYS)
 def test_tokens_go_to_the_experts_of_the_batch(processes, oracle, name, way):
     (path, plain), strategy = oracle(name), REPLAYS[way]

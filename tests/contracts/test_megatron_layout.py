@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.config import LoRA, Megatron
 from hybridflow.engine3d.layout import Region
-from hybridflow.engines.megatron.layout import megatron_layout, padded_vocab, stages
-from hybridflow.errors import ModelError
+from hybridflow.engines.megatron.layout import check, megatron_layout, padded_vocab, stages, state_layout, units
+from hybridflow.errors import ModelError, PlacementError
+from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 
@@ -123,3 +125,95 @@ def test_stages_are_as_even_as_can_be_and_larger_ones_come_first():
     assert stages(7, 3) == (range(3), range(3, 5), range(5, 7))
     assert stages(4, 4) == tuple(range(i, i + 1) for i in range(4))
     assert stages(5, 2, (1, 4)) == (range(1), range(1, 5))
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 21,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [1],
+}
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> RankGrid:
+    p, t, d = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 12) if t * d % n == 0]))
+    etp = draw(st.sampled_from([n for n in (1, 2, 3, 4) if t * d // ep % n == 0]))
+    return RankGrid(p, t, d, ep=ep, etp=etp)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shares())
+def test_every_rank_has_its_share_of_experts_and_replicas_have_the_same(grid):
+    spec, experts = TransformersSpec.of(MOE), grid.experts
+    layout, held = megatron_layout(spec, grid), dict.fromkeys(spec.tensors(), 0)
+    for rank in range(grid.size):
+        at, regions = experts.coords(rank), layout.regions(rank)
+        own = [region.box for region in regions if ".experts." in region.storage]
+        same = [r for r in range(grid.size) if (c := experts.coords(r)).p == at.p and (c.ep, c.etp) == (at.ep, at.etp)]
+        assert len(same) == experts.edp
+        for other in same:
+            assert own == [region.box for region in layout.regions(other) if ".experts." in region.storage]
+        for region in regions:
+            held[region.box.tensor] += region.box.numel
+        parameters = [unit.parameters for unit in units(spec, grid, rank) if unit.experts]
+        assert sum(math.prod(shape) for unit in parameters for shape in unit.values()) == sum(box.numel for box in own)
+    for name, shape in spec.tensors().items():
+        if ".experts." in name:
+            assert held[name] == experts.edp * math.prod(shape)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shares())
+def test_state_of_experts_is_owned_once(grid):
+    spec = TransformersSpec.of(MOE)
+    state = state_layout(Megatron(ep=grid.ep, etp=grid.etp), spec, grid)
+    owned = dict.fromkeys(spec.tensors(), 0)
+    for rank in range(grid.size):
+        for region in state.regions(rank):
+            owned[region.box.tensor] += region.box.numel
+    for name, shape in spec.tensors().items():
+        if ".experts." in name or "linear" in name or "proj" in name:
+            assert owned[name] == math.prod(shape), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategy", "says"),
+    [
+        ({}, Megatron(ep=8, dp=8), "12 experts, not divisible by ep=8. Use ep in"),
+        ({"moe_intermediate_size": 25}, Megatron(etp=2, dp=2), "25 columns per expert, not divisible by etp=2"),
+        ({"hidden_act": "relu"}, Megatron(), "does not compute qwen3_moe with hidden_act='relu'"),
+        ({"attention_bias": True}, Megatron(), "has no place for .*o_proj.bias"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            Megatron(),
+            "rope type 'dynamic', which depends on the row",
+        ),
+        ({}, Megatron(cp=3, dp=1), "cp=3 ranks cannot share. Use cp in"),
+        ({}, Megatron(cp=2, packed=False), "cp=2 cuts packed rows"),
+        ({}, Megatron(lora=LoRA()), "trains adapters of Llama"),
+    ],
+)
+def test_models_that_are_not_computed_are_refused(changes, strategy, says):
+    spec = TransformersSpec.of({**MOE, **changes})
+    with pytest.raises(ModelError, match=says):
+        check(strategy, spec, strategy.grid((strategy.dp or 1) * strategy.cp))
+
+
+def test_experts_need_a_model_that_has_some():
+    spec = ModelSpec(family="llama", hidden=2, intermediate=4, layers=3, heads=4, kv_heads=2, head_dim=2, vocab=9)
+    with pytest.raises(ModelError, match="without experts: ep=2 has nothing to share"):
+        check(Megatron(ep=2, dp=2), spec, Megatron(ep=2, dp=2).grid(2))
+    with pytest.raises(PlacementError, match=r"ep\*etp = 3\*1 does not divide the t\*d = 1\*2 ranks"):
+        Megatron(ep=3, dp=2).grid(2)
+    with pytest.raises(PlacementError, match="a grid of its own with ep=1"):
+        check(Megatron(ep=2, dp=2), TransformersSpec.of(MOE), RankGrid(d=2))
