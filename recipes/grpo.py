@@ -26,7 +26,7 @@ devices: null         # devices per node; null: two, or the one GPU that is ther
 kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
-        optim: {lr: 1.0e-6, warmup_steps: 10}}
+        optim: {lr: 1.0e-6, warmup_steps: 10}, replay_routing: false}
 reference: {train: {tp: null}}
 """)
 SMALL = """
@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> None:
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
+        replay_routing=cfg.actor.replay_routing,
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)

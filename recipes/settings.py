@@ -27,6 +27,7 @@ TASK = """
 prompts: null         # JSONL, Parquet, a dataset's directory or hub name (openai/gsm8k data.name=main data.split=train)
 held_out: null        # as prompts, for greedy accuracy before and after the run (data.held_out_split=test)
 evaluate_every: 0     # iterations between further such evaluations, whose best checkpoint is kept; 0: none
+experts: 0            # of the recipe's small model, which is then a mixture of experts
 reward: exact         # exact, math, numeric, regex, code, FILE.py:FUNCTION, or the directory of a reward model
 data:                 # columns of prompts and references (unit tests for code), and options of datasets
  {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null, name: null, split: null, held_out_split: null}

@@ -1,4 +1,4 @@
-"""A tiny Llama with a character tokenizer, trained in a few seconds; settings and seed determine every weight."""
+"""A tiny Llama or mixture of experts with a character tokenizer, trained in seconds from its settings and seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Worksheet = Callable[[random.Random], tuple[Sequence[str], Sequence[str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class SmallModel:
-    """Model sizes (head_dim 32) and supervised training: `batch` exercises per step, linear decay of `lr`."""
+    """Model sizes (head_dim 32) and supervised training: `batch` exercises per step, linear decay of `lr`. With
+    `experts` it is a Qwen3-MoE, whose tokens go to two of them."""
 
     characters: str = "0123456789+= "
     chat_template: str | None = None
@@ -27,6 +28,7 @@ class SmallModel:
     layers: int = 2
     heads: int = 4
     kv_heads: int = 2
+    experts: int = 0
     steps: int = 400
     batch: int = 128
     lr: float = 3e-3
@@ -70,9 +72,10 @@ class SmallModel:
         self.tokenizer().save_pretrained(directory)
 
     def _model(self) -> Any:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-        config = LlamaConfig(
+        mixture: dict[str, Any] = {"num_experts": self.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        config = (Qwen3MoeConfig if self.experts else LlamaConfig)(
             vocab_size=len(self.vocabulary),
             hidden_size=self.hidden,
             intermediate_size=2 * self.hidden,
@@ -85,8 +88,9 @@ class SmallModel:
             bos_token_id=None,
             eos_token_id=self.vocabulary[EOS],
             pad_token_id=self.vocabulary[PAD],
+            **({**mixture, "moe_intermediate_size": self.hidden} if self.experts else {}),
         )
-        return LlamaForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
     def _examples(self, pairs: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, Any]:
         """`input_ids` and `labels`, int64 [batch, longest]; only answer tokens have labels."""

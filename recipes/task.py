@@ -10,6 +10,7 @@ from typing import Any
 import hybridflow as hf
 from hybridflow.errors import ConfigError
 from recipes.scorers import scorer
+from recipes.small_model import SmallModel
 
 _WORKSHEETS = 4096
 
@@ -35,8 +36,11 @@ def of(cfg: Any) -> Task:
     if cfg.model is None and cfg.prompts is None:
         from recipes import arithmetic  # late: it takes torch
 
-        files = arithmetic.make(".cache")
+        small = SmallModel(experts=cfg.get("experts", 0))
+        files = arithmetic.make(".cache", arithmetic.Arithmetic(model=small))
         return Task(model=files.model, train=files.train, held_out=files.held_out, reward=reward)
+    if cfg.get("experts"):
+        raise ConfigError(f"experts={cfg.experts} are those of the small model, and model={cfg.model} is another one.")
     if cfg.model is None or cfg.prompts is None:
         raise ConfigError(f"model={cfg.model} and prompts={cfg.prompts}: give both, a model and prompts for it.")
     data = cfg.data
