@@ -38,6 +38,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, "norm_topk_prob": False},
     "mixtral": {"num_local_experts": 3},  # not the same number on each of two ranks
     "olmoe": {"num_experts": 4},
+    "deepseek_v2": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "head_dim": 64}
+    | {"first_k_dense_replace": 1, "topk_method": "greedy", "norm_topk_prob": False, "num_key_value_heads": 4}
+    | {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
 }
 PROMPTS = [[5, 9, 33, 69], [12, 7], list(range(3, 20)), [60]]
 SEEDS = [11, 12, 13, 14]

@@ -109,3 +109,18 @@ def test_routing_of_a_model_without_experts_is_refused_on_the_driver() -> None:
     spec = TransformersSpec.of(AutoConfig.for_model("phi3", **SIZES))
     with pytest.raises(ModelError, match=r"return_routed_experts=True.* this phi3 model has none"):
         check(spec, strategy(return_routed_experts=True), "cpu")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+YARN |= {"original_max_position_embeddings": 64, "rope_theta": 10000.0}
+GROUPS = {"n_group": 2, "topk_method": "group_limited_greedy", "rope_parameters": YARN}
+
+
+@pytest.mark.parametrize(("tp", "sizes"), [(1, {}), (2, GROUPS)])
+def test_latent_attention_follows_its_weights(ranks, tmp_path, tp, sizes) -> None:
+    """Of several heads and with experts; also where weights were written in place a second time."""
+    one, other = (make(tmp_path / f"{seed}", "deepseek_v2", seed, **sizes) for seed in (1, 2))
+    found = ranks.run(tp, generated, ranks.name(), one, other, strategy(tp=tp, expert_parallel=tp > 1))
+    for directory in (one, other):
+        assert all(rank[directory.name] == found[0][directory.name] for rank in found)
+        check_rows(directory, found[0][directory.name])
