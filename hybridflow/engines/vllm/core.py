@@ -22,6 +22,7 @@ from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten
 from hybridflow.engines.vllm.latent_attention import rotate_heads
 from hybridflow.engines.vllm.requirements import (
+    BUILT_IN,
     architecture,
     latent_size,
     max_length,
@@ -171,7 +172,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
     cpu, length, eager = device.type == "cpu", max_length(spec, strategy), runs_eagerly(strategy, device.type)
     config = EngineArgs(
         model=str(checkpoint),
-        hf_overrides={"architectures": [model_class]},  # whatever head the checkpoint has
+        hf_overrides={"architectures": [model_class], **BUILT_IN.get(spec.family, {})},  # whatever head it has
         skip_tokenizer_init=True,
         trust_remote_code=False,
         load_format="dummy",

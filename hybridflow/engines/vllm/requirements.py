@@ -252,7 +252,12 @@ _FAMILIES = frozenset(_NAMES.split())
 transformers' modules are not among them: it changes those classes for the whole process, in which they train."""
 _UNIFORM = ("qwen2", "qwen3")  # vLLM's classes of these assert that all layers have the same window
 _WIDER = ("cohere2", "cohere2_moe")
-_LATENT = ("deepseek_v2",)
+_LATENT = ("deepseek_v2", "deepseek_v3")
+BUILT_IN: dict[str, dict[str, str]] = {
+    "deepseek_v2": {"scoring_func": "softmax"},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+"""Settings that transformers' model of a family has built in, and vLLM's reads from the config."""
 _DELTA_RULE = ("kimi_linear", "olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 
 
