@@ -34,8 +34,16 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 LATENT: dict[str, Any] = {
-    "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
-    "head_dim": 64, "num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "first_k_dense_replace": 1,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
