@@ -19,7 +19,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
     "q_lora_rank": 64,
-    "kv_lora_rank": 256,  # with the rotary part one of the sizes that vLLM's latent attention has on CPU
+    "kv_lora_rank": 512,  # with the rotary part the size that vLLM's latent attention has on CPU
     "qk_rope_head_dim": 64,
     "vocab_size": 64,
     "initializer_range": 0.1,

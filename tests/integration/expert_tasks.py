@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridflow.config import FSDP, VLLM, Sampling
+from hybridflow.config import VLLM, Sampling
 from hybridflow.engine3d.layout import Box
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.engine import VLLMEngine
@@ -33,11 +33,28 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "norm_topk_prob": True},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, "norm_topk_prob": False},
     "mixtral": {"num_local_experts": 3},  # not the same number on each of two ranks
     "olmoe": {"num_experts": 4},
+    "glm4_moe": {"head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    | {"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+    "deepseek_v2": LATENT | {"n_routed_experts": 4, "topk_method": "greedy", "norm_topk_prob": False},
+    "deepseek_v3": LATENT | {"n_routed_experts": 8, "n_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
 }
 PROMPTS = [[5, 9, 33, 69], [12, 7], list(range(3, 20)), [60]]
 SEEDS = [11, 12, 13, 14]
@@ -66,7 +83,7 @@ def strategy(**options: Any) -> VLLM:
 def build(world: World, name: str, directory: Path, chosen: VLLM) -> VLLMEngine:
     """An engine without weights."""
     context = world.context(name, RankGrid(chosen.pp, chosen.tp))
-    spec = read_spec(directory, "lm", FSDP())
+    spec = read_spec(directory, "lm")
     world.engines.append(VLLMEngine(context, chosen, context.grid.generation(chosen.pp, chosen.tp), spec, directory))
     return world.engines[-1]
 

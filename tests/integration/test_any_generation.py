@@ -22,6 +22,10 @@ GREEDY: dict[str, Any] = {"kv_cache_gb": 0.02, "sampling": hf.Sampling(max_token
 GEMMA2 = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 8}
 GPT2 = {**SIZES, "hidden_size": 128, "num_attention_heads": 4, "n_inner": 96}
 QWEN3_MOE = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK_V2 = {**SIZES, "num_key_value_heads": 8, "head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32}
+DEEPSEEK_V2 |= {"kv_lora_rank": 512, "q_lora_rank": None, "v_head_dim": 32, "moe_intermediate_size": 32}
+DEEPSEEK_V2 |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+DEEPSEEK_V2 |= {"first_k_dense_replace": 1, "topk_method": "greedy"}
 OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"}
 
 
@@ -139,6 +143,19 @@ def test_updates_follow_the_experts_of_generation(pool, place, tmp_path, train) 
         metrics = actor.update_actor(rows).get()
         assert 0.0 < metrics["actor/routing_difference"] < 1.0
         _ = hf.sync_weights(actor, other).get()
+
+
+def test_latent_attention_generates_with_what_was_trained(pool, place, tmp_path) -> None:
+    """kv_b_proj, which vLLM has views of, shares no memory with training."""
+    policy, prompts = make(tmp_path / "deepseek_v2", "deepseek_v2", **DEEPSEEK_V2), make_prompts(6)
+    generate = hf.VLLM(tp=1, **GREEDY)
+    actor = place(hf.ActorWorker, pool[0:1], model=policy, train=hf.FSDP(), optim=SGD, generate=generate)
+    before = generated(actor, prompts)
+    assert before == expected(policy, prompts)
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
+    after = generated(actor, prompts)
+    assert after == expected(actor.save(tmp_path / "saved"), prompts)
+    assert after != before
 
 
 def test_a_model_that_vllm_does_not_have_is_refused_before_anything_is_placed(pool, place, tmp_path) -> None:

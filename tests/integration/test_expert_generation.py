@@ -40,7 +40,7 @@ def check_rows(directory: Path, rows: list[tuple[list[int], list[float]]]) -> No
 
 
 CASES = [("qwen2_moe", 1, 2), ("mixtral", 1, 2), ("qwen3_moe", 2, 2), ("qwen3_moe", 1, 4)]  # without vocabulary: rank 3
-CASES += [pytest.param("olmoe", 1, 2, marks=pytest.mark.slow)]
+CASES += [pytest.param(family, 1, 2, marks=pytest.mark.slow) for family in ("olmoe", "glm4_moe")]
 
 
 @pytest.mark.parametrize(("family", "pp", "tp"), CASES)
@@ -49,11 +49,12 @@ def test_experts_lie_whole_on_ranks(ranks, tmp_path, family, pp, tp) -> None:
     chosen = strategy(pp=pp, tp=tp, expert_parallel=True)
     found = ranks.run(pp * tp, generated, ranks.name(), one, other, chosen)
     config: Any = AutoConfig.from_pretrained(one)
+    layers = config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0)
     count = getattr(config, "num_local_experts", 0) or config.num_experts
     held = [list(rank["experts"].values()) for rank in found]
     share = [count // tp + (rank % tp < count % tp) for rank in range(pp * tp)]
     assert [{len(experts) for experts in layers} for layers in held] == [{n} for n in share]
-    assert sum(len(experts) for layers in held for experts in layers) == config.num_hidden_layers * count
+    assert sum(len(experts) for layers in held for experts in layers) == layers * count
     for directory in (one, other):
         assert all(rank[directory.name] == found[0][directory.name] for rank in found)
         check_rows(directory, found[0][directory.name])
@@ -109,3 +110,20 @@ def test_routing_of_a_model_without_experts_is_refused_on_the_driver() -> None:
     spec = TransformersSpec.of(AutoConfig.for_model("phi3", **SIZES))
     with pytest.raises(ModelError, match=r"return_routed_experts=True.* this phi3 model has none"):
         check(spec, strategy(return_routed_experts=True), "cpu")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+YARN |= {"original_max_position_embeddings": 64, "rope_theta": 10000.0}
+GROUPS = {"n_group": 2, "topk_method": "group_limited_greedy", "rope_parameters": YARN}
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "sizes"), [("deepseek_v2", 1, {}), ("deepseek_v2", 2, GROUPS), ("deepseek_v3", 2, {})]
+)
+def test_latent_attention_follows_its_weights(ranks, tmp_path, family, tp, sizes) -> None:
+    """Of several heads and with experts; also where weights were written in place a second time."""
+    one, other = (make(tmp_path / f"{seed}", family, seed, **sizes) for seed in (1, 2))
+    found = ranks.run(tp, generated, ranks.name(), one, other, strategy(tp=tp, expert_parallel=tp > 1))
+    for directory in (one, other):
+        assert all(rank[directory.name] == found[0][directory.name] for rank in found)
+        check_rows(directory, found[0][directory.name])

@@ -20,7 +20,16 @@ from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten
-from hybridflow.engines.vllm.requirements import architecture, max_length, memory_error, resolved_dtype, runs_eagerly
+from hybridflow.engines.vllm.latent_attention import rotate_heads
+from hybridflow.engines.vllm.requirements import (
+    BUILT_IN,
+    architecture,
+    latent_size,
+    max_length,
+    memory_error,
+    resolved_dtype,
+    runs_eagerly,
+)
 from hybridflow.engines.vllm.resolved import check_resolved
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
 from hybridflow.errors import PlacementError
@@ -28,6 +37,7 @@ from hybridflow.models.hf_spec import Decoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -80,6 +90,8 @@ def start_core(
         runner.sampler = PolicySampler(runner)
         if eager:
             lighten(runner.model)
+        if device.type == "cpu":
+            rotate_heads(runner.model)
         if strategy.pp > 1 and runner.intermediate_tensors is None:  # made during warm-up, which CPU has none of
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
@@ -160,7 +172,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
     cpu, length, eager = device.type == "cpu", max_length(spec, strategy), runs_eagerly(strategy, device.type)
     config = EngineArgs(
         model=str(checkpoint),
-        hf_overrides={"architectures": [model_class]},  # whatever head the checkpoint has
+        hf_overrides={"architectures": [model_class], **BUILT_IN.get(spec.family, {})},  # whatever head it has
         skip_tokenizer_init=True,
         trust_remote_code=False,
         load_format="dummy",
@@ -179,6 +191,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         enable_sleep_mode=not eager,  # see PooledMemory
         enable_prefix_caching=True,  # several responses per prompt share its cache
         disable_log_stats=True,
+        attention_backend=_attention(spec, device),
         kernel_config=KernelConfig(enable_jit_warmup=False),  # of kernels most of which vLLM's own sampler calls
         seed=0,
     ).create_engine_config()
@@ -187,6 +200,13 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
 
         config.scheduler_config.scheduler_cls = DecodeScheduler
     return config
+
+
+def _attention(spec: Decoder, device: torch.device) -> AttentionBackendEnum | None:
+    """The backend; None where vLLM may choose. For latent attention on some CPUs it would pack `kv_b_proj` away."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum.CPU_MLA if device.type == "cpu" and latent_size(spec) else None
 
 
 def _load_model_class(name: str) -> None:

