@@ -54,6 +54,15 @@ class Option(NamedTuple):
     """Share of the seconds in which devices work."""
 
 
+class Once(dict[tuple, Any]):
+    """Answers by their keys: each is made once."""
+
+    def __call__(self, key: tuple, made: Callable[[], T]) -> T:
+        if key not in self:
+            self[key] = made()
+        return self[key]
+
+
 class Costs:
     """Prices the calls of `graph` on `cluster` under `workload`.
 
@@ -78,7 +87,7 @@ class Costs:
         self.homes = {group: home(graph, group) for group in graph.groups}
         """By group, the call in whose layout its weights stay."""
         self._workloads = {group: backend.workload(workload) for group, backend in self.backends.items()}
-        self._known: dict[tuple, Any] = {}
+        self._once = Once()
         measured = profile is not None and profile.latency is not None  # such messages include their launches
         self._launching = replace(coefficients, latency=0.0) if measured else coefficients
         self._constrain(constraints)
@@ -98,11 +107,6 @@ class Costs:
     def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Costs:
         work, rules = workload or self.workload, self.constraints
         return Costs(cluster, self.graph, work, self.coefficients, self.profile, rules, self.margin)
-
-    def _once(self, key: tuple, price: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = price()
-        return self._known[key]
 
     @property
     def alike(self) -> tuple[tuple[str, ...], ...]:
@@ -165,10 +169,10 @@ class Costs:
         return [kinds.index(node) for node in self.cluster.nodes]
 
     def shape(self, mesh: Mesh) -> tuple:
-        if (key := ("shape", mesh.bits)) not in self._known:
+        if (key := ("shape", mesh.bits)) not in self._once:
             counts = self.cluster.counts(mesh.devices).items()
-            self._known[key] = tuple((self._kinds[node], count) for node, count in counts)
-        return self._known[key]
+            self._once[key] = tuple((self._kinds[node], count) for node, count in counts)
+        return self._once[key]
 
     def strategies(self, group: str, mesh: Mesh, generates: bool = False) -> list[Parallel]:
         """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
@@ -286,8 +290,8 @@ class Costs:
     def context(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
         """Inputs of the formulas of a call of this kind (None: of the weights' layout); None for a group of functions.
         Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes."""
-        if (known := ("context", group, plan, kind)) in self._known:
-            return self._known[known]
+        if (key := ("context", group, plan, kind)) in self._once:
+            return self._once[key]
         if group not in self.graph.models:
             raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
         model, sizes = self.graph.models[group], plan.parallel
@@ -312,7 +316,7 @@ class Costs:
         links = replace(self._links(plan.mesh, work.dtype), p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
         profile = self.profile if backend.lora is None else None  # it was measured with all parameters in training
         made = CallContext(links, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
-        return self._known.setdefault(known, made)
+        return self._once.setdefault(key, made)
 
     def _links(self, mesh: Mesh, dtype: DType) -> LinkModel:
         return self._once(("links", mesh, dtype), lambda: LinkModel.of(self.cluster, mesh, dtype, self._launching))
