@@ -20,7 +20,7 @@ from itertools import islice, product
 
 import numpy as np
 
-from hybridflow.planner.cost.costs import Costs, Once
+from hybridflow.planner.cost.costs import Costs, Remembered
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, packings, powers, sizes
 from hybridflow.planner.search.deadline import NEVER, Deadline, TimeUpError
 from hybridflow.planner.search.stages import STAGES, Floats, Front, Layouts, cheapest, partitions, stage_cost
@@ -78,7 +78,7 @@ class AutoMapping:
             self.kinds[group] = known.setdefault(kind, len(known))
         self.example = {kind: group for group, kind in self.kinds.items()}
         self.allocations = self.tried = 0
-        self._once = Once()
+        self._known = Remembered()
 
     @cached_property
     def first(self) -> Mapped | None:
@@ -202,7 +202,7 @@ class AutoMapping:
             each = (self._alone_on(kinds, mesh) for mesh in self.places(kinds, size))
             return np.min([np.full(STAGES, np.inf), *each], axis=0)
 
-        return self._once(("alone", kinds, size), least)
+        return self._known.once(("alone", kinds, size), least)
 
     def _alone_on(self, kinds: Kinds, mesh: Mesh) -> Floats:
         return np.sum([self.generating((kind,), mesh).least for kind in kinds], axis=0)
@@ -227,13 +227,13 @@ class AutoMapping:
                     found = found.or_(self.generating(kinds, mesh))
             return found
 
-        return self._once(("up to", kinds, some[last], len(some)), choices)
+        return self._known.once(("up to", kinds, some[last], len(some)), choices)
 
     def generating(self, kinds: Kinds, mesh: Mesh) -> Front:
         """Choices on exactly this mesh, with the seconds of generation."""
         self.check()
         key = "generating", kinds, self._like(kinds, mesh)
-        return self._once(key, lambda: self._front(kinds, mesh).generating(self.costs, mesh))
+        return self._known.once(key, lambda: self._front(kinds, mesh).generating(self.costs, mesh))
 
     def check(self) -> None:
         """Errors: TimeUpError after the deadline, once there is a placement."""
@@ -249,7 +249,7 @@ class AutoMapping:
                 return Front.of(self.costs, self.example[kinds[0]], mesh, capacity)
             return self._front(kinds[:-1], mesh).with_peers(self._front(kinds[-1:], mesh), capacity)
 
-        return self._once(("front", kinds, self._like(kinds, mesh)), front)
+        return self._known.once(("front", kinds, self._like(kinds, mesh)), front)
 
     def _like(self, kinds: Kinds, mesh: Mesh) -> tuple:
         """Equal for meshes on which groups of these kinds have the same choices."""
@@ -268,7 +268,9 @@ class AutoMapping:
         if self.costs.homogeneous:
             return [Mesh.of(0, size)] if size in self.usual else []
         fitting = (where for (where,) in packings(self.costs.cluster, [size]))
-        return self._once(("places", size), lambda: list({self.costs.shape(mesh): mesh for mesh in fitting}.values()))
+        return self._known.once(
+            ("places", size), lambda: list({self.costs.shape(mesh): mesh for mesh in fitting}.values())
+        )
 
     def packed(self, sets: Sets, allocated: Sequence[int]) -> Iterator[list[Mesh]]:
         """Meshes for sets of these sizes; one of several equivalent ways."""
