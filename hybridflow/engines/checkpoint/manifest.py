@@ -310,8 +310,9 @@ def _write_directly(file: Any, part: memoryview) -> int:
     return done
 
 
-def flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def flush(path: Path) -> None:
+    """Flush a file or directory to disk, so that a rename cannot reach the disk before the data."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -347,11 +348,11 @@ def publish(partial: Path, target: Path, manifest: CheckpointManifest) -> None:
     """Complete a checkpoint: all of it reaches the disk before its name does. Errors: OSError, FileExistsError."""
     manifest.write(partial)
     for directory in {partial, *((partial / name).parent for name in manifest.files)}:
-        flush_directory(directory)
+        flush(directory)
     if os.path.lexists(target):
         raise FileExistsError(17, "exists already", str(target))
     partial.rename(target)
-    flush_directory(target.parent)
+    flush(target.parent)
 
 
 def remove(directory: Path) -> None:

@@ -93,7 +93,12 @@ class Checkpoint:
         if (index := self.directory / INDEX).exists():
             return self._sharded(index)
         if not (files := sorted(self.directory.glob("*.safetensors"))):
-            raise self._no_weights()
+            pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern))
+            found = f"it has only {', '.join(pickled[:3])}" if pickled else "it has none"
+            raise CheckpointError(
+                f"{self.directory} needs *.safetensors files, {found}. Convert the model once with transformers: "
+                "from_pretrained(directory), then save_pretrained(directory)."
+            )
         return {name: entry for file in files for name, entry in read_header(file).items()}
 
     def _sharded(self, index: Path) -> dict[str, Entry]:
@@ -121,14 +126,6 @@ class Checkpoint:
                 raise CheckpointError(f"{index} says that {name} is in {file}, which does not have it.")
             out[name] = headers[file][name]
         return out
-
-    def _no_weights(self) -> CheckpointError:
-        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern))
-        found = f"it has only {', '.join(pickled[:3])}" if pickled else "it has none"
-        return CheckpointError(
-            f"{self.directory} needs *.safetensors files, {found}. Convert the model once with transformers: "
-            "from_pretrained(directory), then save_pretrained(directory)."
-        )
 
     @cached_property
     def tensors(self) -> Mapping[str, Entry]:
