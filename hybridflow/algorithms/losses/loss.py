@@ -84,14 +84,11 @@ class TokenWeights:
         if how == "seq-mean-token-mean":
             kept = kept / mask.expand(valid_lengths(mask).to(kept.dtype)).clamp(min=1.0)
         share = kept.sum() / max(totals.rows, 1.0)
-        return share / self._norm(norm) if how == "seq-mean-token-sum-norm" else share
-
-    def _norm(self, norm: float | None) -> float:
-        if norm is not None:
-            return norm
-        if not self._totals.longest and len(self._mask.values):
+        if how != "seq-mean-token-sum-norm":
+            return share
+        if norm is None and not totals.longest and len(mask.values):
             raise ConfigError("aggregation='seq-mean-token-sum-norm' needs norm=, or Totals(longest=...).")
-        return max(self._totals.longest, 1.0)
+        return share / (max(totals.longest, 1.0) if norm is None else norm)
 
 
 def declared_metrics(function: Any) -> Mapping[str, str]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, LayoutParts, Region, partition
 from hybridflow.engines.checkpoint.manifest import ALIGNED, CHUNK_BYTES, open_plain, write_file
-from hybridflow.engines.checkpoint.reader import READ_ELEMENTS, READABLE, Entry, read_header
+from hybridflow.engines.checkpoint.reader import READABLE, Entry, copy_part, read_header
 from hybridflow.errors import CheckpointError
 
 Share = tuple[Box, Region]
@@ -45,6 +45,7 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
     torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
 }  # fmt: skip
+_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,10 +55,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Errors: CheckpointError for a name that `dtype_name` does not give."""
-    for dtype, known in _DTYPES.items():
-        if known == name:
-            return dtype
-    raise CheckpointError(f"{name!r} is not a dtype of a checkpoint.")
+    if name not in _NAMED:
+        raise CheckpointError(f"{name!r} is not a dtype of a checkpoint.")
+    return _NAMED[name]
 
 
 def shares(layout: Layout) -> list[list[Share]]:
@@ -298,12 +298,7 @@ class SavedTensors:
         for file, found in parts.items():
             with safe_open(file, framework="pt") as opened:
                 for entry, box, common, region in found:
-                    tensor = opened.get_slice(entry.name)
-                    for part in common.split(READ_ELEMENTS):
-                        index = tuple(
-                            slice(a - o, b - o) for a, b, o in zip(part.start, part.stop, box.start, strict=True)
-                        )
-                        region.view(storage[region.storage].detach(), part).copy_(tensor[index])
+                    copy_part(opened.get_slice(entry.name), box.start, region, common, storage)
 
     def restore_random_state(self, rank: int) -> None:
         """Continue the random number generators of the rank that wrote file number `rank`."""
