@@ -294,7 +294,7 @@ class Costs:
         if (key := ("context", group, plan, kind)) in self._known:
             return self._known[key]
         if group not in self.graph.models:
-            raise ConfigError(f"no group of the loop is named {group!r}. Remembered: {', '.join(self.graph.models)}.")
+            raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
         model, sizes = self.graph.models[group], plan.parallel
         if model is None:
             return None
