@@ -70,7 +70,14 @@ class AdvantageCall:
 
     def __post_init__(self) -> None:
         if self.reward_norm is not None:
-            self._check_norm()
+            if not isinstance(self.reward_norm, RunningNorm):
+                raise ConfigError(f"reward_norm={self.reward_norm!r}: give hf.algorithms.RunningNorm(), or None.")
+            other = "baseline" if "baseline" in (self.estimator.reads or ()) else ""
+            if other := "the components of rewards" if self.estimator.kl == "unused" else other:
+                raise ConfigError(
+                    f"advantage estimator {self.estimator.name!r} reads {other}, which reward_norm does not normalise. "
+                    f"Leave reward_norm out."
+                )
         if self.kl is not None:
             check_kl_kind(self.kl)
             if self.kl_coef is None:
@@ -88,17 +95,6 @@ class AdvantageCall:
             raise ConfigError(
                 f"advantage estimator {self.estimator.name!r} does not look at the total reward, so a KL penalty in it "
                 f"would be without effect. Leave out kl_coef here and use update_actor(batch, kl_coef=...)."
-            )
-
-    def _check_norm(self) -> None:
-        if not isinstance(self.reward_norm, RunningNorm):
-            raise ConfigError(f"reward_norm={self.reward_norm!r}: give hf.algorithms.RunningNorm(), or None.")
-        other = "baseline" if "baseline" in (self.estimator.reads or ()) else ""
-        other = "the components of rewards" if self.estimator.kl == "unused" else other
-        if other:
-            raise ConfigError(
-                f"advantage estimator {self.estimator.name!r} reads {other}, which reward_norm does not normalise. "
-                f"Leave reward_norm out."
             )
 
     @property
@@ -163,11 +159,9 @@ class AdvantageCall:
         if not self._penalises:
             return mask.with_values(nothing), {}
         coef = self.kl_coef.state if isinstance(self.kl_coef, AdaptiveKL) else float(self.kl_coef or 0.0)
-        names = (
-            "log_probs" if "old_log_probs" not in batch and "log_probs" in batch else "old_log_probs",
-            "ref_log_probs",
-        )
-        policy, reference = (finite_column(batch, name, mask).values.to(torch.float64) for name in names)
+        own = "log_probs" if "old_log_probs" not in batch and "log_probs" in batch else "old_log_probs"
+        columns = (finite_column(batch, name, mask) for name in (own, "ref_log_probs"))
+        policy, reference = (column.values.to(torch.float64) for column in columns)
         k1 = torch.where(mask.values, kl_estimate(policy, reference, "k1"), 0.0)
         penalty = torch.where(mask.values, -coef * kl_estimate(policy, reference, self.kl or "k1"), 0.0)
         row_kl = mask.with_values(k1).row_sum().to(torch.float32)

@@ -64,9 +64,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         return {}
     out: dict[str, float] = {}
     if "num_tokens" in batch and "response_ids" in batch:
-        out["prompt/tokens"] = float(_dense(batch.peek("num_tokens")).sum()) - len(
-            token_column(batch, "response_ids").values
-        )
+        responses = token_column(batch, "response_ids").values
+        out["prompt/tokens"] = float(_dense(batch.peek("num_tokens")).sum()) - len(responses)
     mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
     if mask is not None and (whole := Trajectories.of(batch)) is not None:
         batch, mask = whole.join(batch), whole.joined(mask)
@@ -127,12 +126,8 @@ def _by_source(batch: Batch, mask: Ragged | None) -> dict[str, float]:
 def _summary(name: str, values: Tensor) -> dict[str, float]:
     std = values.std().item() if len(values) > 1 else 0.0  # with Bessel's correction
     low, high = values.aminmax()
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/std": std,
-        f"{name}/min": low.item(),
-        f"{name}/max": high.item(),
-    }
+    found = {"mean": values.mean().item(), "std": std, "min": low.item(), "max": high.item()}
+    return {f"{name}/{kind}": value for kind, value in found.items()}
 
 
 def _lengths(batch: Batch, mask: Ragged | None) -> dict[str, float]:
@@ -164,7 +159,10 @@ def _token_metrics(batch: Batch, mask: Ragged) -> dict[str, float]:
         out["return/mean"] = flat["returns"].mean().item()
     for critic, (values, returns) in _CRITICS.items():
         if values in flat and returns in flat:
-            out[f"{critic}/explained_variance"] = _explained_variance(flat[values], flat[returns])
+            everything = torch.ones_like(flat[returns], dtype=torch.bool)
+            _, variance = masked_moments(flat[returns], everything)
+            _, residual = masked_moments(flat[returns] - flat[values], everything)
+            out[f"{critic}/explained_variance"] = 1.0 - (residual / variance).item() if variance > 0 else 0.0
     return out
 
 
@@ -200,14 +198,6 @@ def log_prob_mismatch(batch: Batch, shown: int = 4) -> tuple[float, int, list[tu
     value, row = mean_B.topk(min(shown, len(mean_B)))
     rows = [(float(each), int(at)) for at, each in zip(row, value, strict=True)]
     return float(drift_N[kept.values].sum()), int(kept.values.sum()), rows
-
-
-def _explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 for a perfect critic, 0 for a constant one; 0 when all returns are equal and nothing is to be explained."""
-    everything = torch.ones_like(returns, dtype=torch.bool)
-    _, variance = masked_moments(returns, everything)
-    _, residual = masked_moments(returns - values, everything)
-    return 1.0 - (residual / variance).item() if variance > 0 else 0.0
 
 
 def _dense(column: object) -> Tensor:

@@ -159,7 +159,12 @@ def work_of(worker: Any, phase: OperationKind | str, grid: RankGrid, settings: d
         # the backward pass takes twice the forward pass; tensor and pipeline parallel ranks share the rows' work
         share = grid.generation().t * grid.generation().p if generates else grid.t * grid.p
         flops = forward(lengths) * passes * (3 if phase == "training" else 1) / share
-    longest, tail = _tail(rows) if generates else (0, 0.0)
+    longest, tail = 0, 0.0
+    responses = rows.peek("response_ids") if generates and "response_ids" in rows else None
+    if isinstance(responses, Ragged) and len(responses):
+        ordered = responses.lengths.sort().values
+        longest, most = int(ordered[-1]), int(ordered[(3 * len(ordered) - 1) // 4])
+        tail = (longest - most) / longest if longest else 0.0
     tokens = 0 if lengths is None else int(lengths.sum())
     return CallWork(rows.rows, tokens, flops, minibatches, longest, tail)
 
@@ -171,12 +176,3 @@ def _lengths(batch: Batch) -> Tensor | None:
     parts = [batch.peek(name) for name in ("prompt_ids", "response_ids") if name in batch]
     found = [part.lengths for part in parts if isinstance(part, Ragged)]
     return sum(found[1:], found[0]) if found else None
-
-
-def _tail(batch: Batch) -> tuple[int, float]:
-    responses = batch.peek("response_ids") if "response_ids" in batch else None
-    if not isinstance(responses, Ragged) or not len(responses):
-        return 0, 0.0
-    lengths = responses.lengths.sort().values
-    longest, most = int(lengths[-1]), int(lengths[(3 * len(lengths) - 1) // 4])
-    return longest, (longest - most) / longest if longest else 0.0

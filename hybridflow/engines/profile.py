@@ -65,9 +65,11 @@ class EngineProbe:
                 engines.append((engine, (policy_loss if lm else value_loss)(), ("log_probs",) if lm else ("values",)))
             for count in tokens:
                 rows = self._rows(engines[0][0].spec, count)
-                turns = [self._turn(engine, loss, outputs, rows) for engine, loss, outputs in engines]
-                for own, (engine, *_), medians in zip(found, engines, self._medians(turns), strict=True):
-                    forward, both, step, busy, busy_step = medians
+                rounds = []
+                for _ in range(1 + self.repeats):
+                    rounds.append([self._turn(engine, loss, outputs, rows) for engine, loss, outputs in engines])
+                for own, (engine, *_), of_one in zip(found, engines, zip(*rounds[1:]), strict=True):  # once warm
+                    forward, both, step, busy, busy_step = map(statistics.median, zip(*of_one, strict=True))
                     own["forward"].append((count, forward))
                     own["both"].append((count, both))
                     own["busy"].append((count, busy))
@@ -77,22 +79,13 @@ class EngineProbe:
                         own["busy update"].append((elements, busy_step))
         return found
 
-    def _turn(self, engine: Any, loss: Any, outputs: tuple[Output, ...], rows: Batch) -> Callable[[], list[float]]:
+    def _turn(self, engine: Any, loss: Any, outputs: tuple[Output, ...], rows: Batch) -> tuple[float, ...]:
         """Seconds of a forward pass, of both passes, of the optimizer step; shares of the passes and of the step."""
-
-        def turn() -> list[float]:
-            share = self._share()
-            forward = self._clocked(lambda: engine.forward(rows, outputs))
-            both = self._clocked(lambda: engine.forward_backward(rows, loss, outputs))
-            passes, share = share(), self._share()
-            return [forward, both, self._clocked(engine.step), passes, share()]
-
-        return turn
-
-    def _medians(self, turns: Sequence[Callable[[], list[float]]]) -> list[list[float]]:
-        """Medians of what each of `turns` measures, taken in turn, once warm."""
-        rounds = [[turn() for turn in turns] for _ in range(1 + self.repeats)][1:]
-        return [[statistics.median(column) for column in zip(*of_one, strict=True)] for of_one in zip(*rounds)]
+        share = self._share()
+        forward = self._clocked(lambda: engine.forward(rows, outputs))
+        both = self._clocked(lambda: engine.forward_backward(rows, loss, outputs))
+        passes, share = share(), self._share()
+        return forward, both, self._clocked(engine.step), passes, share()
 
     def busy(self, tokens: int, seconds: float, sizes: Sequence[int]) -> list[float]:
         """Median seconds of a forward pass of one layer on this rank while the first n ranks make such passes, each for

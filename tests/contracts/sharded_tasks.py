@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from tests.contracts.engine_tasks import broken_gradients, build, share
+from tests.contracts.engine_tasks import build, share
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World, threads
-from tests.contracts.state_tasks import move, update
+from tests.contracts.state_tasks import update
 
 
 def bytes_held(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, int]:
@@ -109,26 +109,3 @@ def threads_left(world: World, name: str, strategies: Sequence[Any], path: Path,
         gc.collect()
         found.append(threads() - before)
     return found
-
-
-def counters_follow(
-    world: World, name: str, strategies: Sequence[Any], path: Path, optimizer: Any
-) -> tuple[dict, dict, dict]:
-    """Counters of a float16 engine before and after it lowered its loss scale, and of one that they were moved to."""
-    first, second = (
-        build(world, f"{name}-{i}", strategy, 1, path, "lm", optimizer) for i, strategy in enumerate(strategies)
-    )
-    fresh = first.optimizer_counters()
-
-    def broken(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return broken_gradients(found["log_probs"].values), {}
-
-    update(first, world, 0)
-    for _ in range(2):
-        first.forward_backward(make_batch(), broken, ("log_probs",))
-        first.step()
-    move(first, second, None, 0)
-    assert update(second, world, 1)["skipped"] == 0.0
-    first.context.groups.close()
-    second.context.groups.close()
-    return fresh, first.optimizer_counters(), second.optimizer_counters()

@@ -131,9 +131,11 @@ def skipped_in_parts(world: World, name: str, strategy: Any, size: int, path: Pa
     return same and steps == 1
 
 
-def counters_follow(world: World, name: str, strategy: Any, path: Path, optimizer: Any) -> tuple[dict, dict, dict]:
+def counters_follow(
+    world: World, name: str, strategies: Sequence[Any], path: Path, optimizer: Any
+) -> tuple[dict, dict, dict]:
     """Counters of a float16 engine before and after it lowered its loss scale, and of one that they were moved to."""
-    first = build(world, f"{name}-first", strategy, 1, path, "lm", optimizer)
+    first = build(world, f"{name}-first", strategies[0], 1, path, "lm", optimizer)
     fresh = first.optimizer_counters()
 
     def broken(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -143,7 +145,7 @@ def counters_follow(world: World, name: str, strategy: Any, path: Path, optimize
     for _ in range(2):
         first.forward_backward(make_batch(), broken, ("log_probs",))
         first.step()
-    second = build(world, f"{name}-second", strategy, 1, UNINITIALIZED, "lm", optimizer, spec=first.spec)
+    second = build(world, f"{name}-second", strategies[1], 1, UNINITIALIZED, "lm", optimizer, spec=first.spec)
     move(first, second, None, 0)
     one = torch.ones(())
     assert second._optimizer.scale_loss(one).item() == first._optimizer.scale_loss(one).item()

@@ -22,7 +22,7 @@ from hybridflow.models.spec import ModelSpec
 from tests.contracts import engine_tasks, state_tasks
 from tests.contracts import sharded_tasks as tasks
 from tests.contracts.example_models import make_model, spec_of
-from tests.contracts.train_contract import whole
+from tests.contracts.test_optimizer_moves import check_moves
 
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
 MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
@@ -113,29 +113,20 @@ def test_training_goes_on_in_another_backend(processes, path, optimizer, dtype):
     """
     strategies = [type(strategy)(**{**vars(strategy), "dtype": dtype}) for strategy in CIRCLE]
     found = processes.run(4, state_tasks.moving, processes.name(), strategies, path, optimizer)
-    shapes = spec_of(path).tensors()
-    kinds = ("main", "exp_avg", "exp_avg_sq") if optimizer is ADAM else ("main", "momentum_buffer")
-    for i in range(len(CIRCLE) - 1):
-        for kind in kinds:
-            before, after = (whole([part[when][i][kind] for part in found], shapes) for when in ("before", "after"))
-            assert all(after[name].equal(tensor) for name, tensor in before.items()), (kind, CIRCLE[i])
-            assert any(tensor.any() for tensor in before.values())
-    tolerance, compared = (5e-5, len(CIRCLE)) if dtype == "float32" else (0.05, 4)
-    for seed in range(compared):
-        straight = {key: value for part in found for key, value in part["straight"][seed].items()}
-        moved = {key: value for part in found for key, value in part["moved"][seed].items()}
-        assert moved.keys() == straight.keys()
-        for key in ("grad_norm", "lr", "actor/loss"):
-            assert moved[key] == pytest.approx(straight[key], rel=tolerance, abs=tolerance * 0.1), (key, seed)
+    check_moves(found, path, optimizer, *((5e-5, len(CIRCLE)) if dtype == "float32" else (0.05, 4)))
 
 
 @pytest.mark.parametrize(
     "strategies",
-    [(FSDP(dtype="float16"), Megatron(dtype="float16")), (Megatron(dtype="float16"), ZeRO(stage=1, dtype="float16"))],
-    ids=["fsdp to megatron", "megatron to zero"],
+    [
+        (FSDP(dtype="float16"), Megatron(dtype="float16")),
+        (Megatron(dtype="float16"), ZeRO(stage=1, dtype="float16")),
+        (Megatron(dtype="float16", **SMALL),) * 2,
+    ],
+    ids=["fsdp to megatron", "megatron to zero", "megatron"],
 )
 def test_step_counts_and_loss_scales_move_too(processes, path, strategies):
-    fresh, before, after = processes.run(1, tasks.counters_follow, processes.name(), strategies, path, ADAM)[0]
+    fresh, before, after = processes.run(1, state_tasks.counters_follow, processes.name(), strategies, path, ADAM)[0]
     assert (fresh["steps"], before["steps"], after["steps"]) == (0, 1, 2)
     assert before["loss_scale"]["scale"] < fresh["loss_scale"]["scale"]
     assert after["loss_scale"]["scale"] == before["loss_scale"]["scale"]

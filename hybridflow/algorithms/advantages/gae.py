@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from hybridflow.algorithms.advantages.estimator import Estimator
 from hybridflow.algorithms.advantages.token_rewards import discounted_sum, valid_only
@@ -43,15 +42,9 @@ def gae(rewards: Ragged, values: Ragged, mask: Ragged, *, gamma: float, lam: flo
     `rewards` and `values` ragged [B, R] of any type of number, `mask` ragged [B, R] bool."""
     valid = mask.values
     reward_V, value_V = rewards.values[valid].to(torch.float64), values.values[valid].to(torch.float64)
-    delta_V = reward_V + float(gamma) * _next_in_row(value_V, mask) - value_V
-    advantage_V = discounted_sum(delta_V, valid_lengths(mask), float(gamma) * float(lam))
-    return valid_only(advantage_V, mask), valid_only(advantage_V + value_V, mask)
-
-
-def _next_in_row(x_V: Tensor, mask: Ragged) -> Tensor:
-    """[V]: the value at the next valid token of the same row, 0 at the last one."""
-    shifted = torch.cat([x_V[1:], x_V.new_zeros(1)])[: len(x_V)]
     ends = valid_lengths(mask)
-    last = (ends.cumsum(0) - 1)[ends > 0]
-    shifted[last] = 0
-    return shifted
+    next_V = value_V.roll(-1)  # at the next valid token of the same row, 0 at the last one
+    next_V[(ends.cumsum(0) - 1)[ends > 0]] = 0
+    delta_V = reward_V + float(gamma) * next_V - value_V
+    advantage_V = discounted_sum(delta_V, ends, float(gamma) * float(lam))
+    return valid_only(advantage_V, mask), valid_only(advantage_V + value_V, mask)

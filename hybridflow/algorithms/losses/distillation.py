@@ -62,10 +62,6 @@ class GKD(AggregatedLoss):
     def outputs(self) -> tuple[str, ...]:
         return ("logits", "ref_logits") if self.over == "vocabulary" else ("logits",)
 
-    @property
-    def per_token(self) -> tuple[str, ...]:
-        return tuple(name.removesuffix("?") for name in self.reads)
-
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         mask, logits = response_mask(rows), outputs["logits"]
         if self.over == "vocabulary":

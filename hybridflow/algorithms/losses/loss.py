@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -83,14 +84,11 @@ class TokenWeights:
         if how == "seq-mean-token-mean":
             kept = kept / mask.expand(valid_lengths(mask).to(kept.dtype)).clamp(min=1.0)
         share = kept.sum() / max(totals.rows, 1.0)
-        return share / self._norm(norm) if how == "seq-mean-token-sum-norm" else share
-
-    def _norm(self, norm: float | None) -> float:
-        if norm is not None:
-            return norm
-        if not self._totals.longest and len(self._mask.values):
+        if how != "seq-mean-token-sum-norm":
+            return share
+        if norm is None and not totals.longest and len(mask.values):
             raise ConfigError("aggregation='seq-mean-token-sum-norm' needs norm=, or Totals(longest=...).")
-        return max(self._totals.longest, 1.0)
+        return share / (max(totals.longest, 1.0) if norm is None else norm)
 
 
 def declared_metrics(function: Any) -> Mapping[str, str]:
@@ -110,32 +108,21 @@ class Loss:
     `outputs` are the engine's outputs that the loss differentiates, `rows` the micro-batch's columns on the same
     device."""
 
-    @property
-    def reads(self) -> tuple[str, ...] | None:
-        """The columns that the loss reads ("name?": if it is there; None: every column)."""
-        return None
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The engine outputs that the loss differentiates."""
-        return ("log_probs",)
-
-    @property
-    def metrics(self) -> Mapping[str, str]:
-        """How metrics are joined over micro-batches, ranks and steps, by name: "max", "min"; others are shares, added
-        over micro-batches and ranks, and averaged over steps."""
-        return {}
-
-    @property
-    def by_sequence(self) -> bool:
-        """Whether the loss has a term of a whole sequence. Then the rows of one `trajectory_id` lie in one micro-batch,
-        and the loss gets them as one row: their response tokens joined, other columns those of the last row."""
-        return True
+    reads: tuple[str, ...] | None = None
+    """The columns that the loss reads ("name?": if it is there; None: every column)."""
+    outputs: tuple[str, ...] = ("log_probs",)
+    """The engine outputs that the loss differentiates."""
+    metrics: Mapping[str, str] = MappingProxyType({})
+    """How metrics are joined over micro-batches, ranks and steps, by name: "max", "min"; others are shares, added over
+    micro-batches and ranks, and averaged over steps."""
+    by_sequence: bool = True
+    """Whether the loss has a term of a whole sequence. Then the rows of one `trajectory_id` lie in one micro-batch, and
+    the loss gets them as one row: their response tokens joined, other columns those of the last row."""
 
     @property
     def per_token(self) -> tuple[str, ...]:
         """Those of the columns that are known to have one value per response token."""
-        return ()
+        return tuple(name.removesuffix("?") for name in self.reads or ())
 
     def check(self, rows: Batch) -> None:
         """Errors: BatchError when one of the columns `per_token` has not one value for each response token."""
@@ -164,6 +151,10 @@ class UserLoss(Loss):
     def reads(self) -> tuple[str, ...] | None:
         reads = getattr(self.function, "reads", None)
         return None if reads is None else tuple(reads)
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -27,13 +27,7 @@ Smoothing = Annotated[float, Check("from 0 to below 0.5", lambda value: is_numbe
 class PairLoss(Loss):
     """Base of losses of pairs."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (PREFERENCE, "response_mask?")
-
-    @property
-    def per_token(self) -> tuple[str, ...]:
-        return tuple(name.removesuffix("?") for name in self.reads)
+    reads = (PREFERENCE, "response_mask?")
 
     def check(self, rows: Batch) -> None:
         """Errors: BatchError for a trajectory that is not a pair, besides those of a loss."""
@@ -81,10 +75,7 @@ class DPO(PairLoss):
 
     beta: Positive = 0.1
     label_smoothing: Smoothing = 0.0
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*super().reads, "ref_log_probs")
+    reads = (PREFERENCE, "response_mask?", "ref_log_probs")
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         mask, chosen, rejected = self.sides(rows)
@@ -112,10 +103,7 @@ class BradleyTerry(PairLoss):
     Bradley and Terry (1952); Ouyang et al., "InstructGPT" (2022), eq. 1; Eisenstein et al. (2023) for `center`."""
 
     center: NonNegative = 0.0
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("values",)
+    outputs = ("values",)
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         mask, chosen, rejected = self.sides(rows)

@@ -26,14 +26,7 @@ class PretrainLoss(AggregatedLoss):
 
     coef: Finite = 1.0
     figure: ClassVar[str] = "actor/pretrain_loss"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ("response_mask?",)
-
-    @property
-    def per_token(self) -> tuple[str, ...]:
-        return ("response_mask",)
+    reads = ("response_mask?",)
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         mask = response_mask(rows)

@@ -21,18 +21,8 @@ class ValueLoss(AggregatedLoss):
     (2023), detail 3.8."""
 
     clip: Positive | None = 0.2
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ("values", "returns", "response_mask")
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("values",)
-
-    @property
-    def per_token(self) -> tuple[str, ...]:
-        return self.reads
+    reads = ("values", "returns", "response_mask")
+    outputs = ("values",)
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         mask = mask_column(rows)

@@ -20,10 +20,12 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
 import xxhash
@@ -144,64 +146,44 @@ class CheckpointManifest:
             raise CheckpointError(f"{path} is not a checkpoint's manifest: {type(error).__name__}: {error}.") from None
         if not sound:
             raise CheckpointError(f"{path} is damaged: its content does not have its checksum.")
-        return cls._parsed(path, body)
-
-    @classmethod
-    def _parsed(cls, path: str | Path, body: Any) -> CheckpointManifest:
         version = body.get("format") if isinstance(body, dict) else None
         if type(version) is not int or version != FORMAT:
             raise CheckpointError(f"{path} has format {version!r}; this version of hybridflow reads {FORMAT}.")
         try:
-            files = {
-                name: FileEntry(_count(one["bytes"]), _as(one["checksum"], str))
-                for name, one in _as(body["files"], dict).items()
-            }
-            groups = {name: _group(one) for name, one in _as(body["groups"], dict).items()}
-            named = [name for group in groups.values() for name in (*group.ranks, *group.beside)]
-            values = [body["parts"], body["random"], body["metrics"]]
-            found = cls(_count(body["step"]), _as(body["id"], str), groups, files, *(_as(one, dict) for one in values))
-            for value in found.metrics.values():
-                _as(value, int, float, type(None))
+            found: CheckpointManifest = _as(cls, body)
         except (LookupError, TypeError) as error:
             raise CheckpointError(f"{path} is not a manifest of format {FORMAT}: {error!r}.") from None
-        for name in (*files, *named):
-            if not _FILE.fullmatch(name) or name not in files or name == MANIFEST:
+        named = [name for group in found.groups.values() for name in (*group.ranks, *group.beside)]
+        for name in (*found.files, *named):
+            if not _FILE.fullmatch(name) or name not in found.files or name == MANIFEST:
                 raise CheckpointError(f"{path} names the file {name!r}, which cannot be part of a checkpoint.")
         if len(set(named)) != len(named):
             raise CheckpointError(f"{path} names a file for two ranks.")
         return found
 
 
-def _group(one: Mapping[str, Any]) -> SavedGroup:
-    return SavedGroup(
-        worker=_as(one["worker"], str),
-        ranks=_tuple(one["ranks"]),
-        kinds=_tuple(one["kinds"]),
-        tensors={name: tuple(map(_count, _as(shape, list))) for name, shape in _as(one["tensors"], dict).items()},
-        counters=_as(one["counters"], dict, type(None)),
-        dtypes={name: _as(dtype, str) for name, dtype in _as(one["dtypes"], dict).items()},
-        beside=_tuple(one["beside"]),
-        follows=_as(one["follows"], str, type(None)),
-        values=None if one["values"] is None else tuple(_as(one["values"], list)),
-        use=_as(one.get("use", {}), dict),  # checkpoints of before have none
-    )
+def _as(kind: Any, value: Any) -> Any:
+    """A value of JSON in the type of an annotation. Errors: TypeError, LookupError."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is UnionType:  # with None
+        return None if value is None else _as(inside[0], value)
+    types = {tuple: (list,), Mapping: (dict,), float: (int, float)}.get(origin or kind, (dict,))
+    types = (kind,) if kind in (int, str) else types
+    if type(value) not in types or (kind is int and value < 0):
+        raise TypeError(f"{value!r:.80} is not {' or '.join(one.__name__ for one in types)}")
+    if origin is tuple:
+        return tuple(_as(inside[0], one) for one in value)
+    if origin is Mapping:
+        return {name: _as(inside[1], one) for name, one in value.items()}
+    if not is_dataclass(kind):
+        return value
+    known = {"use": {}, **value}  # groups of earlier checkpoints do not have it
+    return kind(**{name: _as(hint, known[name]) for name, hint in _hints(kind).items()})
 
 
-def _as(value: Any, *types: type) -> Any:
-    """Errors: TypeError for a value of another type."""
-    if type(value) not in types:
-        raise TypeError(f"{value!r:.80} is not {' or '.join(kind.__name__ for kind in types)}")
-    return value
-
-
-def _tuple(names: Any) -> tuple[str, ...]:
-    return tuple(_as(name, str) for name in _as(names, list))
-
-
-def _count(value: Any) -> int:
-    if _as(value, int) < 0:
-        raise TypeError(f"{value} is negative")
-    return value
+_hints = cache(get_type_hints)
 
 
 def _canonical(value: Any) -> bytes:
@@ -310,8 +292,9 @@ def _write_directly(file: Any, part: memoryview) -> int:
     return done
 
 
-def flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def flush(path: Path) -> None:
+    """Flush a file or directory to disk, so that a rename cannot reach the disk before the data."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -347,11 +330,11 @@ def publish(partial: Path, target: Path, manifest: CheckpointManifest) -> None:
     """Complete a checkpoint: all of it reaches the disk before its name does. Errors: OSError, FileExistsError."""
     manifest.write(partial)
     for directory in {partial, *((partial / name).parent for name in manifest.files)}:
-        flush_directory(directory)
+        flush(directory)
     if os.path.lexists(target):
         raise FileExistsError(17, "exists already", str(target))
     partial.rename(target)
-    flush_directory(target.parent)
+    flush(target.parent)
 
 
 def remove(directory: Path) -> None:

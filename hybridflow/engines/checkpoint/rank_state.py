@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, LayoutParts, Region, partition
 from hybridflow.engines.checkpoint.manifest import ALIGNED, CHUNK_BYTES, open_plain, write_file
-from hybridflow.engines.checkpoint.reader import READ_ELEMENTS, READABLE, Entry, read_header
+from hybridflow.engines.checkpoint.reader import READABLE, Entry, copy_part, read_header
 from hybridflow.errors import CheckpointError
 
 Share = tuple[Box, Region]
@@ -45,6 +45,7 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
     torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
 }  # fmt: skip
+_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,10 +55,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Errors: CheckpointError for a name that `dtype_name` does not give."""
-    for dtype, known in _DTYPES.items():
-        if known == name:
-            return dtype
-    raise CheckpointError(f"{name!r} is not a dtype of a checkpoint.")
+    if name not in _NAMED:
+        raise CheckpointError(f"{name!r} is not a dtype of a checkpoint.")
+    return _NAMED[name]
 
 
 def shares(layout: Layout) -> list[list[Share]]:
@@ -123,7 +123,7 @@ class StateWriter:
         if self._thread is not None and self._thread.is_alive():
             raise CheckpointError(f"{file.path}: the checkpoint before it is still being written.")
         tensors = [
-            (_key(kind, box), region.view(storage[region.storage].detach(), box))
+            (f"{kind}:{box.tensor}:{','.join(map(str, box.start))}", region.view(storage[region.storage].detach(), box))
             for kind, (layout, storage) in kinds.items()
             for box, region in self._share(kind, layout)
         ]
@@ -187,7 +187,7 @@ class StateWriter:
 
     def _failed(self, file: RankFile, error: Exception) -> None:
         """Report the error, from a full disk once the files of all ranks are removed; ends with the save."""
-        report = {"id": file.id, "error": _reason(error, self.rank)}
+        report = {"id": file.id, "error": failure(error, self.rank, file.path)}
         written = () if isinstance(error, FileExistsError) else (file.path, *file.extra)
         end = time.monotonic() + _BEFORE_SECONDS
         while file.report.parent.exists() and time.monotonic() < end:
@@ -223,28 +223,30 @@ def _report(file: RankFile, report: Mapping[str, Any]) -> None:
             raise
 
 
-def _reason(error: Exception, rank: int) -> str:
-    who = f"rank {rank} on {socket.gethostname()}"
+def failure(error: Exception, rank: int, file: Path, more: str = "") -> str:
+    """What went wrong on a rank that was writing `file`, with `more` of an OSError."""
     if isinstance(error, CheckpointError):
         return str(error)
+    who = f"rank {rank} on {socket.gethostname()}"
     if isinstance(error, OSError):
-        return f"{who} could not write {error.filename}: {error.strerror or error}."
+        return f"{who} could not write {error.filename or file}: {error.strerror or error}{more}."
     return f"{who}: {type(error).__name__}: {error}."
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all of its numbers are finite; makes no copy, as isfinite would."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    known = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot compare float8
+    return all(end.isfinite() for end in known.aminmax())
 
 
 def _check_finite(file: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Errors: CheckpointError for a tensor with numbers that are not finite: nothing could be continued from it."""
     for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel():
-            known = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot compare float8
-            if not all(end.isfinite() for end in known.aminmax()):
-                kind, box = _box(file, name, tensor.shape)
-                raise CheckpointError(f"{box} ({kind}) has numbers that are not finite.")
-
-
-def _key(kind: str, box: Box) -> str:
-    """The name of a box's tensor in a file."""
-    return f"{kind}:{box.tensor}:{','.join(map(str, box.start))}"
+        if not is_finite(tensor):
+            kind, box = _box(file, name, tensor.shape)
+            raise CheckpointError(f"{box} ({kind}) has numbers that are not finite.")
 
 
 def _box(file: Path, name: str, shape: Sequence[int]) -> tuple[str, Box]:
@@ -296,12 +298,7 @@ class SavedTensors:
         for file, found in parts.items():
             with safe_open(file, framework="pt") as opened:
                 for entry, box, common, region in found:
-                    tensor = opened.get_slice(entry.name)
-                    for part in common.split(READ_ELEMENTS):
-                        index = tuple(
-                            slice(a - o, b - o) for a, b, o in zip(part.start, part.stop, box.start, strict=True)
-                        )
-                        region.view(storage[region.storage].detach(), part).copy_(tensor[index])
+                    copy_part(opened.get_slice(entry.name), box.start, region, common, storage)
 
     def restore_random_state(self, rank: int) -> None:
         """Continue the random number generators of the rank that wrote file number `rank`."""

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from hybridflow.engine3d.layout import Layout, Region
+from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import CheckpointError
 from hybridflow.models.hf_spec import Decoder
 
@@ -93,7 +93,12 @@ class Checkpoint:
         if (index := self.directory / INDEX).exists():
             return self._sharded(index)
         if not (files := sorted(self.directory.glob("*.safetensors"))):
-            raise self._no_weights()
+            pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern))
+            found = f"it has only {', '.join(pickled[:3])}" if pickled else "it has none"
+            raise CheckpointError(
+                f"{self.directory} needs *.safetensors files, {found}. Convert the model once with transformers: "
+                "from_pretrained(directory), then save_pretrained(directory)."
+            )
         return {name: entry for file in files for name, entry in read_header(file).items()}
 
     def _sharded(self, index: Path) -> dict[str, Entry]:
@@ -121,14 +126,6 @@ class Checkpoint:
                 raise CheckpointError(f"{index} says that {name} is in {file}, which does not have it.")
             out[name] = headers[file][name]
         return out
-
-    def _no_weights(self) -> CheckpointError:
-        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern))
-        found = f"it has only {', '.join(pickled[:3])}" if pickled else "it has none"
-        return CheckpointError(
-            f"{self.directory} needs *.safetensors files, {found}. Convert the model once with transformers: "
-            "from_pretrained(directory), then save_pretrained(directory)."
-        )
 
     @cached_property
     def tensors(self) -> Mapping[str, Entry]:
@@ -265,11 +262,15 @@ def _equal(one: Entry, other: Entry | None) -> bool:
 def read_boxes(entry: Entry, regions: Iterable[Region], storage: Mapping[str, Tensor]) -> None:
     """Fill regions of one tensor from its file, converted to the storage's dtype. Errors: those of `Entry.opened`."""
     with entry.opened() as file:
-        tensor = file.get_slice(entry.name)
         for region in regions:
-            for part in region.box.split(READ_ELEMENTS):
-                box = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
-                region.view(storage[region.storage].detach(), part).copy_(tensor[box])
+            copy_part(file.get_slice(entry.name), (0,) * len(entry.shape), region, region.box, storage)
+
+
+def copy_part(saved: Any, start: Sequence[int], region: Region, part: Box, storage: Mapping[str, Tensor]) -> None:
+    """Fill `part` of a region from a saved tensor, whose first element is that at `start`, a bounded part at a time."""
+    for few in part.split(READ_ELEMENTS):
+        index = tuple(slice(a - o, b - o) for a, b, o in zip(few.start, few.stop, start, strict=True))
+        region.view(storage[region.storage].detach(), few).copy_(saved[index])
 
 
 def read_header(file: Path) -> dict[str, Entry]:

@@ -13,8 +13,7 @@ import math
 import os
 import re
 import shutil
-import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -30,7 +29,8 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.handshake import wire_device
 from hybridflow.engine3d.transfer.transfer import execute
-from hybridflow.engines.checkpoint.rank_state import torch_dtype
+from hybridflow.engines.checkpoint.manifest import discard, flush, partial_directory
+from hybridflow.engines.checkpoint.rank_state import failure, is_finite, torch_dtype
 from hybridflow.engines.checkpoint.reader import INDEX, MODEL_FILES, SINGLE
 from hybridflow.engines.process_groups import gather
 from hybridflow.errors import CheckpointError, ConfigError
@@ -108,12 +108,10 @@ def _beside(directory: Path) -> Iterator[Path]:
             continue
         if path.is_file():
             yield path
-        elif path.is_dir() and not path.is_symlink() and not _is_model(path):
-            yield from _beside(path)
-
-
-def _is_model(directory: Path) -> bool:
-    return any(path.match(pattern) for path in directory.iterdir() for pattern in ("config.json", *_WEIGHTS))
+        elif path.is_dir() and not path.is_symlink():
+            inside = [*path.iterdir()]
+            if not any(file.match(pattern) for file in inside for pattern in ("config.json", *_WEIGHTS)):
+                yield from _beside(path)
 
 
 def write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
@@ -172,7 +170,8 @@ def save_files(
             start(partial)
             save.check_target()
             for file in partial.rglob("*"):
-                _flush(file)
+                with writing(file):
+                    flush(file)
     writers = group.size() if group is not None else 1
     for first in range(0, len(files), writers):
         turn = list(files.items())[first : first + writers]
@@ -190,7 +189,7 @@ def save_files(
                     save_file(buffers, file, metadata={"format": "pt"})
                     # safetensors lets only its owner read it
                     shutil.copymode(next(partial.glob("*config.json")), file)
-                    _flush(file)
+                    flush(file)
     with save.step():
         if rank == 0:
             save.complete()
@@ -252,11 +251,10 @@ def _check_finite(tensors: Mapping[str, Tensor], rank: int) -> None:
     """Errors: CheckpointError naming the tensors with numbers that are not finite, and how many."""
     found, overflow = [], True
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.numel():
-            known = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot compare float8
-            if not all(end.isfinite() for end in known.aminmax()):  # makes no copy, as isfinite would
-                found.append(f"{name} ({int((~known.isfinite()).sum())})")
-                overflow = overflow and tensor.dtype == torch.float16 and not bool(known.isnan().any())
+        if not is_finite(tensor):
+            known = tensor.double()  # torch cannot compare float8
+            found.append(f"{name} ({int((~known.isfinite()).sum())})")
+            overflow = overflow and tensor.dtype == torch.float16 and not bool(known.isnan().any())
     if found:
         more = f" and {len(found) - 5} more tensors" if len(found) > 5 else ""
         if overflow:
@@ -306,7 +304,7 @@ class _Save:
     """One save of a group: it writes `partial`, which becomes `target` when it is complete and is removed otherwise."""
 
     def __init__(self, target: Path, group: dist.ProcessGroup | None, rank: int) -> None:
-        self.target, self.partial = target, target.with_name(f".{target.name}.partial")
+        self.target, self.partial = target, partial_directory(target)
         self.old = target.with_name(f".{target.name}.replaced")
         self._group, self._rank, self._replaced = group, rank, False
 
@@ -332,29 +330,40 @@ class _Save:
         raise error from failure
 
     def _reason(self, error: Exception) -> str:
-        if isinstance(error, CheckpointError):
-            return str(error)
-        who = f"rank {self._rank} on {socket.gethostname()}"
-        if not isinstance(error, OSError):
-            return f"{who}: {type(error).__name__}: {error}."
-        why = f"{error.strerror or error} ({_free_bytes(self.partial)} bytes free)"
-        if error.errno == errno.ENOENT and self._rank:
-            why += "; rank 0 has made the directory, so give one that all ranks share"
-        return f"{who} could not write {error.filename or self.partial}: {why}."
+        more = f" ({_free_bytes(self.partial)} bytes free)"
+        if isinstance(error, OSError) and error.errno == errno.ENOENT and self._rank:
+            more += "; rank 0 has made the directory, so give one that all ranks share"
+        return failure(error, self._rank, self.partial, more)
 
     def begin(self) -> None:
         """Clean up after saves that were interrupted, and make the directory."""
         self._restore()
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
+        discard(self.partial)
         self.partial.mkdir(parents=True)
 
     def check_target(self) -> None:
-        """Errors: CheckpointError for a target with other files than those of a model, or of this save."""
-        _check_replaceable(self.target, {path.relative_to(self.partial) for path in self.partial.rglob("*")})
+        """A checkpoint may replace a checkpoint, but never somebody's other files than those that this save writes.
+        Errors: CheckpointError."""
+        target = self.target
+        if not target.exists():
+            return
+        if target.is_mount():
+            raise CheckpointError(f"{target} is a mount point, which cannot be replaced. Choose a directory in it.")
+        others = [target.name]
+        if target.is_dir():
+            again = {target / path.relative_to(self.partial) for path in self.partial.rglob("*")}
+            again = again if (target / "config.json").is_file() else set()
+            known = again | {path for pattern in MODEL_FILES for path in target.glob(pattern)}
+            inside = [path for one in (target, *again) if one.is_dir() for path in one.iterdir()]
+            others = sorted(str(path.relative_to(target)) for path in inside if path not in known)
+        if others:
+            raise CheckpointError(
+                f"saving to {target} would replace it, and it holds more than a checkpoint: {', '.join(others[:5])}. "
+                "Choose another directory."
+            )
 
     def complete(self) -> None:
-        _flush(self.partial)
+        flush(self.partial)
         if self.target.exists():
             self.target.rename(self.old)
         try:
@@ -363,7 +372,7 @@ class _Save:
             self._restore()
             raise
         self._replaced = True
-        _flush(self.target.parent)
+        flush(self.target.parent)
         if self.old.exists():
             self._remove(self.old)
 
@@ -393,25 +402,6 @@ class _Save:
         return True
 
 
-def _check_replaceable(target: Path, again: Collection[Path]) -> None:
-    """A checkpoint may replace a checkpoint, but never somebody's other files than those that it writes `again`."""
-    if not target.exists():
-        return
-    if target.is_mount():
-        raise CheckpointError(f"{target} is a mount point, which cannot be replaced. Choose a directory in it.")
-    others = [target.name]
-    if target.is_dir():
-        again = {target / name for name in again} if (target / "config.json").is_file() else set()
-        known = again | {path for pattern in MODEL_FILES for path in target.glob(pattern)}
-        inside = [path for one in (target, *again) if one.is_dir() for path in one.iterdir()]
-        others = sorted(str(path.relative_to(target)) for path in inside if path not in known)
-    if others:
-        raise CheckpointError(
-            f"saving to {target} would replace it, and it holds more than a checkpoint: {', '.join(others[:5])}. "
-            "Choose another directory."
-        )
-
-
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
     """Turns a write error inside into an OSError that names `file`."""
@@ -433,13 +423,3 @@ def _free_bytes(path: Path) -> str:
         with suppress(OSError):
             return f"{shutil.disk_usage(directory).free:,}"
     return "unknown"
-
-
-def _flush(path: Path) -> None:
-    """Flush to disk, so that a rename cannot reach the disk before the data."""
-    with writing(path):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -236,19 +236,18 @@ def generation(context: CallContext, rows: float, kv_budget: float, ahead: int =
     each = max(1.0, -(-rows // links.d))
     waves = Waves.of(context, each, kv_budget, ahead)
     p = links.p
-    step, passed = _decode(context, waves.active / p)
-    # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
-    cycle, host = step.times(p), _host(context, waves.active / p)
+    step, passed, host = decode(context, waves.active / p)
+    cycle = step.times(p)  # p micro-batches follow each other through p stages, which work on each of them once
     host = max(host, p * host - cycle.total - p * passed)  # it prepares the others while one decodes
     prompts = each / context.workload.responses_per_prompt
     if ahead:  # new weights: keys and values of the rows under way are computed again
         done = context.workload.response.square_mean / context.workload.response.mean / 2
         prompts += waves.active * (1 + done / context.workload.prompt.mean)
-    prefill, filling = _prefill(context, prompts)
+    reading, filling = prefill(context, prompts)
     found = CallCost.of(
-        prefill=prefill.total - prefill.tensor_parallel,
+        prefill=reading.total - reading.tensor_parallel,
         decode=waves.steps * (cycle.memory + cycle.compute),
-        tensor_parallel=prefill.tensor_parallel + waves.steps * cycle.tensor_parallel,
+        tensor_parallel=reading.tensor_parallel + waves.steps * cycle.tensor_parallel,
         pipeline=filling + waves.steps * p * passed,
         fixed=waves.steps * (cycle.fixed + host) + k.call_seconds,
     )
@@ -258,26 +257,9 @@ def generation(context: CallContext, rows: float, kv_budget: float, ahead: int =
     return replace(found, latency=(queued + context.workload.response.max) * (cycle.total + p * passed + host))
 
 
-def decoding_step(context: CallContext, rows: float) -> float:
-    """Seconds in which a replica without pipeline stages decodes one token of each of `rows` rows."""
-    return _decode(context, rows)[0].total + _host(context, rows)
-
-
-def prefill_seconds(context: CallContext, prompts: float) -> float:
-    """Seconds in which a replica without pipeline stages reads `prompts` prompts."""
-    return _prefill(context, prompts)[0].total
-
-
-def _host(context: CallContext, rows: float) -> float:
-    """What the host does in a decode step, unless it was measured with the step."""
-    links, profile, k = context.links, context.profile, context.coefficients
-    if profile and profile.parted(context.model, "step", links.t, rows / links.p) is not None:
-        return 0.0
-    return k.step_seconds + k.row_seconds * rows
-
-
-def _decode(context: CallContext, rows: float) -> tuple[Seconds, float]:
-    """One token for `rows` rows on the slowest stage, and the message to the next one."""
+def decode(context: CallContext, rows: float) -> tuple[Seconds, float, float]:
+    """One token for `rows` rows on the slowest stage, the message to the next one, and what the host does in a step,
+    unless it was measured with the step."""
     links, size, work, k, p = context.links, context.size, context.workload, context.coefficients, context.parallel.p
     layers = -(-size.layers // p)
     length = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
@@ -287,10 +269,12 @@ def _decode(context: CallContext, rows: float) -> tuple[Seconds, float]:
     cache = Seconds(memory=rows * length * cache_bytes(context) / layers / links.bandwidth)
     layer = layer.plus(cache).launched(k.decode_layer_seconds)
     output = context.measured("step", rows, output_forward(context, rows))
-    return layer.times(layers).plus(output), links.stage_message(rows * size.hidden * context.itemsize)
+    measured = context.profile and context.profile.parted(context.model, "step", links.t, rows / p)
+    host = 0.0 if measured else k.step_seconds + k.row_seconds * rows
+    return layer.times(layers).plus(output), links.stage_message(rows * size.hidden * context.itemsize), host
 
 
-def _prefill(context: CallContext, prompts: float) -> tuple[Seconds, float]:
+def prefill(context: CallContext, prompts: float) -> tuple[Seconds, float]:
     """A replica reads `prompts` prompts (those of several responses once): what a stage does, and how long it waits for
     other stages and their messages."""
     size, work, p = context.size, context.workload, context.parallel.p

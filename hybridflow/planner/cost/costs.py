@@ -54,6 +54,16 @@ class Option(NamedTuple):
     """Share of the seconds in which devices work."""
 
 
+class Remembered(dict[tuple, Any]):
+    """Answers by their keys."""
+
+    def once(self, key: tuple, made: Callable[[], T]) -> T:
+        try:
+            return self[key]
+        except KeyError:
+            return self.setdefault(key, made())
+
+
 class Costs:
     """Prices the calls of `graph` on `cluster` under `workload`.
 
@@ -78,7 +88,7 @@ class Costs:
         self.homes = {group: home(graph, group) for group in graph.groups}
         """By group, the call in whose layout its weights stay."""
         self._workloads = {group: backend.workload(workload) for group, backend in self.backends.items()}
-        self._known: dict[tuple, Any] = {}
+        self._known = Remembered()
         measured = profile is not None and profile.latency is not None  # such messages include their launches
         self._launching = replace(coefficients, latency=0.0) if measured else coefficients
         self._constrain(constraints)
@@ -98,11 +108,6 @@ class Costs:
     def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Costs:
         work, rules = workload or self.workload, self.constraints
         return Costs(cluster, self.graph, work, self.coefficients, self.profile, rules, self.margin)
-
-    def _once(self, key: tuple, price: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = price()
-        return self._known[key]
 
     @property
     def alike(self) -> tuple[tuple[str, ...], ...]:
@@ -286,8 +291,8 @@ class Costs:
     def context(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
         """Inputs of the formulas of a call of this kind (None: of the weights' layout); None for a group of functions.
         Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes."""
-        if (known := ("context", group, plan, kind)) in self._known:
-            return self._known[known]
+        if (key := ("context", group, plan, kind)) in self._known:
+            return self._known[key]
         if group not in self.graph.models:
             raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
         model, sizes = self.graph.models[group], plan.parallel
@@ -312,10 +317,12 @@ class Costs:
         links = replace(self._links(plan.mesh, work.dtype), p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
         profile = self.profile if backend.lora is None else None  # it was measured with all parameters in training
         made = CallContext(links, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
-        return self._known.setdefault(known, made)
+        return self._known.setdefault(key, made)
 
     def _links(self, mesh: Mesh, dtype: DType) -> LinkModel:
-        return self._once(("links", mesh, dtype), lambda: LinkModel.of(self.cluster, mesh, dtype, self._launching))
+        return self._known.once(
+            ("links", mesh, dtype), lambda: LinkModel.of(self.cluster, mesh, dtype, self._launching)
+        )
 
     def kv_budget(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.
@@ -337,9 +344,9 @@ class Costs:
 
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
-        context = self.context(group, plan)
-        graph = self.graph
-        return memory.static(context, group in graph.trained, group in graph.averaged) if context else DeviceMemory()
+        if (context := self.context(group, plan)) is None:
+            return DeviceMemory()
+        return memory.static(context, group in self.graph.trained, group in self.graph.averaged)
 
     def static(self, group: str, plan: CallPlan) -> float:
         return self.still(group, plan).static
@@ -376,20 +383,18 @@ class Costs:
 
     def option(self, call: Call, mesh: Mesh, parallel: Parallel, shape: tuple | None = None) -> Option | None:
         """None where a call cannot run so. Cached per mesh shape; only the mesh differs."""
-        key = (call.name, parallel, self.shape(mesh) if shape is None else shape)
-        found: Option | None = self._once(key, lambda: self._option(call, CallPlan(mesh, parallel)))
-        if found is None or found.plan.mesh == mesh:
-            return found
-        return found._replace(plan=CallPlan(mesh, parallel))
 
-    def _option(self, call: Call, plan: CallPlan) -> Option | None:
-        elsewhere = CallPlan(Mesh((plan.mesh.devices[-1] + 1,)), Parallel())
-        try:
-            active, cost = self.added(call.name, plan).active, self.beside(call, plan, 0.0)
-            static, other = self.static(call.group, plan), self.added(call.name, plan, elsewhere).active
-        except (PlacementError, ModelError):
-            return None
-        return Option(plan, cost.seconds, static, active, other - active, cost.busy)
+        def priced() -> Option | None:
+            plan, elsewhere = CallPlan(mesh, parallel), CallPlan(Mesh((mesh.devices[-1] + 1,)), Parallel())
+            try:
+                active, cost = self.added(call.name, plan).active, self.beside(call, plan, 0.0)
+                static, other = self.static(call.group, plan), self.added(call.name, plan, elsewhere).active
+            except (PlacementError, ModelError):
+                return None
+            return Option(plan, cost.seconds, static, active, other - active, cost.busy)
+
+        found = self._known.once((call.name, parallel, self.shape(mesh) if shape is None else shape), priced)
+        return found if found is None or found.plan.mesh == mesh else found._replace(plan=CallPlan(mesh, parallel))
 
     def beside(self, call: Call, plan: CallPlan, static: float) -> CallCost:
         """The cost of a call where `static` bytes of all groups stay on each device: generation has the others."""
@@ -400,7 +405,7 @@ class Costs:
         """`beside` of a generation call, with static bytes rounded up to a 64th of the smallest memory."""
         steps = math.ceil(beside / self.step - 1e-9)
         key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
-        return self._once(key, lambda: self.beside(call, plan, steps * self.step))
+        return self._known.once(key, lambda: self.beside(call, plan, steps * self.step))
 
     def moved(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """`reallocation`: pairs that differ by whole nodes cost the same."""
@@ -409,7 +414,7 @@ class Costs:
         low = min(source.mesh.devices[0], target.mesh.devices[0])
         shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
         key = (group, source.parallel, target.parallel, source.mesh.bits >> shift, target.mesh.bits >> shift)
-        return self._once(key, lambda: self.reallocation(group, source, target))
+        return self._known.once(key, lambda: self.reallocation(group, source, target))
 
     def kept(self, plan: ExecutionPlan) -> list[float]:
         """Bytes that stay on each device between calls."""
@@ -422,26 +427,28 @@ class Costs:
 
     def seconds(self, plan: ExecutionPlan) -> dict[str, float]:
         """Seconds of each call, of generation with its KV-cache budget."""
-        kept, found = self.kept(plan), {}
-        for call in self.calls:
-            here = plan[call.name]
-            if call.kind == "generation":
-                found[call.name] = self.generation(call, here, max(kept[d] for d in here.mesh.devices)).seconds
-            elif (option := self.option(call, here.mesh, here.parallel)) is not None:
-                found[call.name] = option.seconds
+        found = {name: seconds for name, (seconds, _, _) in self._priced(plan).items()}
         for first, second in self.updates:
             if (at := plan[first]) == plan[second]:
                 key = ("together", first, second, at.parallel, self.shape(at.mesh))
-                found[second] = self._once(key, partial(self.cost_together, first, second, at)) - found[first]
+                found[second] = self._known.once(key, partial(self.cost_together, first, second, at)) - found[first]
+        return found
+
+    def _priced(self, plan: ExecutionPlan) -> dict[str, tuple[float, float, float]]:
+        """Of each call that can run so: its seconds, the share of them in which devices work, its rows' latency."""
+        kept, found = self.kept(plan), {}
+        for call in self.calls:
+            here = plan[call.name]
+            if (option := self.option(call, here.mesh, here.parallel)) is not None:
+                found[call.name] = option.seconds, option.busy, 0.0
+            if call.kind == "generation":
+                cost = self.generation(call, here, max(kept[device] for device in here.mesh.devices))
+                found[call.name] = cost.seconds, option.busy if option else 1.0, cost.latency
         return found
 
     def timeline(self, plan: ExecutionPlan) -> Timeline:
-        kept, busy, latency = self.kept(plan), None, {}
-        if self.sharing:
-            busy = {call.name: self.beside(call, plan[call.name], 0.0).busy for call in self.calls}
-        for call in self.calls:
-            if call.continuous:
-                at = plan[call.name]
-                latency[call.name] = self.generation(call, at, max(kept[d] for d in at.mesh.devices)).latency
-        took, sharing = self.seconds(plan), self.sharing
-        return simulate(self.graph, plan, took, reallocation=self.moved, busy=busy, latency=latency, sharing=sharing)
+        priced, took = self._priced(plan), self.seconds(plan)
+        busy = {name: share for name, (_, share, _) in priced.items()} if self.sharing else None
+        latency = {name: seconds for name, (_, _, seconds) in priced.items() if seconds}
+        own = {"busy": busy, "latency": latency, "sharing": self.sharing}
+        return simulate(self.graph, plan, took, reallocation=self.moved, **own)

@@ -213,7 +213,13 @@ def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Secon
     links, size, work, p = context.links, context.size, context.workload, context.parallel.p
     tokens = rows * work.tokens
     layer = layer_pass(context, tokens, rows * causal_pairs(size, work.tokens, work.square), training)
-    output = output_pass(context, rows * work.response.mean, training)
+    read = rows * work.response.mean
+    forward = output_forward(context, read)
+    frozen = forward.compute if context.backend.lora is not None else 0.0
+    output = context.measured("output", read, forward)
+    if training:
+        back = backward(context, forward, 0.0 if frozen else size.output / links.t, frozen)
+        output = output.plus(context.measured("output_backward", read, back))
     last = layer.times(size.layers // p).plus(output)
     stage = last
     if p > 1 and size.layers % p:
@@ -237,11 +243,3 @@ def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool
     if not training:
         return forward
     return forward.times(2 if context.workload.recompute else 1).plus(context.measured("backward", tokens, back))
-
-
-def output_pass(context: CallContext, tokens: float, training: bool) -> Seconds:
-    forward = output_forward(context, tokens)
-    frozen = forward.compute if context.backend.lora is not None else 0.0
-    back = backward(context, forward, 0.0 if frozen else context.size.output / context.links.t, frozen)
-    forward = context.measured("output", tokens, forward)
-    return forward.plus(context.measured("output_backward", tokens, back)) if training else forward

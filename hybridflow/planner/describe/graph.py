@@ -78,13 +78,7 @@ class Graph:
         return self.by_name[name]
 
     def of_group(self, group: str) -> tuple[Call, ...]:
-        return self._by_group.get(group, ())
-
-    @cached_property
-    def _by_group(self) -> Mapping[str, tuple[Call, ...]]:
-        return {
-            group: tuple(call for call in self.calls if call.group == group) for group in {c.group for c in self.calls}
-        }
+        return tuple(call for call in self.calls if call.group == group)
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import GIB
-from hybridflow.planner.cost.call_cost import cache_bytes, decoding_step, prefill_seconds
+from hybridflow.planner.cost.call_cost import cache_bytes, decode, prefill
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import MAIN, weights
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
@@ -153,9 +153,10 @@ def _speeds(
     beside = 0.0 if generation.group in costs.graph.trained else weights(context)
     room = costs.kv_budget(generation.name, replica, beside) / (context.workload.under_way * cache_bytes(context))
     prompts = max(1.0, _ROWS / context.workload.responses_per_prompt)
+    steps = ((rows, *decode(context, rows)) for rows in (1, _ROWS))  # without pipeline stages
     decoding = DecodingSpeed.fitted(
-        *((rows, decoding_step(context, rows)) for rows in (1, _ROWS)),
-        prefill=prefill_seconds(context, prompts) / (prompts * context.workload.prompt.mean),
+        *((rows, step.total + host) for rows, step, _, host in steps),
+        prefill=prefill(context, prompts)[0].total / (prompts * context.workload.prompt.mean),
         slots=max(1, min(_ROWS, math.floor(room))),
     )
     # of a mini-batch on the actor: the seconds per token, and those that do not depend on tokens

@@ -1,5 +1,5 @@
-"""Schedule: the instructions of each pipeline stage, plain and interleaved 1F1B in this language, and what a schedule
-takes: when each computation runs, the makespan, and the activations that are live. Pure.
+"""Schedule: the instructions of each pipeline stage, 1F1B in this language, and what a schedule takes: when each
+computation runs, the makespan, and the activations that are live. Pure.
 
     compute lists (forward, backward)  --scheduled-->  with sends, receives and the end of each mini-batch
 
@@ -10,32 +10,35 @@ has no tags."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from hybridflow.errors import ConfigError
 from hybridflow.settings import NonNegative, Positive, require, settings
 
 Kind = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward", "finish"]
-COMPUTES = ("forward", "backward")
+Computed = Literal["forward", "backward"]
+COMPUTES: tuple[Computed, ...] = ("forward", "backward")
+RECEIVES: Mapping[str, Kind] = MappingProxyType({"forward": "receive_forward", "backward": "receive_backward"})
+SENDS: Mapping[str, Kind] = MappingProxyType({"forward": "send_forward", "backward": "send_backward"})
 WINDOW = 2
 """Messages of a link that may be on their way: the next send waits for the receive that is so far behind."""
 
 
 class Instruction(NamedTuple):
-    """`kind` for micro-batch `micro` of mini-batch `step` of a model; `chunk`: which of the stage's parts of the model
-    (virtual stages). "finish" is the stage's part in the model's optimizer step: it runs beside what follows."""
+    """`kind` for micro-batch `micro` of mini-batch `step` of a model. "finish" is the stage's part in the model's
+    optimizer step: it runs beside what follows."""
 
     kind: Kind
     model: int = 0
     step: int = 0
     micro: int = 0
-    chunk: int = 0
 
     def of(self, kind: Kind) -> Instruction:
-        return Instruction(kind, self.model, self.step, self.micro, self.chunk)
+        return Instruction(kind, self.model, self.step, self.micro)
 
 
 @settings
@@ -63,50 +66,30 @@ class Work:
         return self.total * (self.forward + self.backward)
 
 
-class Link(NamedTuple):
-    """Messages of one model between two stages in one direction; they keep their order."""
-
-    model: int
-    kind: Literal["forward", "backward"]
-    sender: int
-    receiver: int
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """The instructions of each stage. `chunks`: parts of the model on each stage, visited round by round."""
+    """The instructions of each stage."""
 
     works: tuple[Work, ...]
     stages: tuple[tuple[Instruction, ...], ...]
-    chunks: int = 1
 
     @cached_property
     def computations(self) -> tuple[tuple[Instruction, ...], ...]:
         return tuple(tuple(each for each in stage if each.kind in COMPUTES) for stage in self.stages)
 
 
-@lru_cache(maxsize=4096)
-def link(message: Kind, model: int, stage: int, stages: int) -> Link:
-    """Where a send or receive of this stage goes to or comes from."""
-    verb, kind = message.split("_")
-    after = (verb == "send") == (kind == "forward")  # the peer is the next stage, else the previous one
-    peer = (stage + (1 if after else -1)) % stages
-    ends = (stage, peer) if verb == "send" else (peer, stage)
-    return Link(model, "forward" if kind == "forward" else "backward", *ends)
-
-
-def scheduled(works: Sequence[Work], computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> Schedule:
+def scheduled(works: Sequence[Work], computations: Sequence[Sequence[Instruction]]) -> Schedule:
     """The schedule of these forwards and backwards of each stage, with messages and the end of each mini-batch."""
-    count = len(computations)
-    each = (_with_messages(stage, computed, works, count, chunks) for stage, computed in enumerate(computations))
-    return Schedule(tuple(works), tuple(map(tuple, each)), chunks)
+    last = len(computations) - 1
+    each = (_with_messages(own, works, first=not i, last=i == last) for i, own in enumerate(computations))
+    return Schedule(tuple(works), tuple(map(tuple, each)))
 
 
 def _with_messages(
-    stage: int, computed: Sequence[Instruction], works: Sequence[Work], stages: int, chunks: int
+    computed: Sequence[Instruction], works: Sequence[Work], *, first: bool, last: bool
 ) -> Iterator[Instruction]:
-    last = chunks * stages - 1
-    left = {(m, k): count * chunks for m, work in enumerate(works) for k, count in enumerate(work.micro_batches)}
+    before, behind = {"forward": not first, "backward": not last}, {"forward": not last, "backward": not first}
+    left = {(m, k): count for m, work in enumerate(works) for k, count in enumerate(work.micro_batches)}
     begun: set[tuple[int, int]] = set()
     early = 0  # computations before this one have their receives already
     for i, each in enumerate(computed):
@@ -117,61 +100,30 @@ def _with_messages(
                 if j > i:
                     break
                 begun.add((after.model, after.step))
-            at, early = after.chunk * stages + stage, j + 1
-            if (at > 0) if after.kind == "forward" else (at < last):
-                yield after.of("receive_forward" if after.kind == "forward" else "receive_backward")
+            early = j + 1
+            if before[after.kind]:
+                yield after.of(RECEIVES[after.kind])
         yield each
-        at = each.chunk * stages + stage
-        if each.kind == "forward":
-            if at < last:
-                yield each.of("send_forward")
-            continue
-        if at > 0:
-            yield each.of("send_backward")
-        left[each.model, each.step] -= 1
-        if not left[each.model, each.step]:
-            yield Instruction("finish", each.model, each.step)
+        if behind[each.kind]:
+            yield each.of(SENDS[each.kind])
+        if each.kind == "backward":
+            left[each.model, each.step] -= 1
+            if not left[each.model, each.step]:
+                yield Instruction("finish", each.model, each.step)
 
 
 @lru_cache(maxsize=16)
 def one_f_one_b(stages: int, work: Work) -> Schedule:
     """1F1B (Narayanan et al., "PipeDream-Flush", 2021): stage s holds at most P - s micro-batches, and each mini-batch
     drains the pipeline."""
-    orders = [([(i, 0) for i in range(count)],) * 2 for count in work.micro_batches]
-    return scheduled((work,), [_alternating(stages - stage - 1, orders) for stage in range(stages)])
-
-
-def interleaved(stages: int, work: Work, chunks: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, figure 4).
-
-    Each stage has `chunks` parts of the model, and the work's times are those of all of them. Errors: ConfigError when
-    a mini-batch does not divide by the stages."""
-    for count in work.micro_batches:
-        good = count % stages == 0
-        require(good, f"interleaved 1F1B needs a multiple of {stages} micro-batches (its stages), got {count}.")
-
-    def at(turn: int, backward: bool) -> tuple[int, int]:
-        rounds, place = divmod(turn, stages * chunks)
-        chunk = place // stages
-        return rounds * stages + place % stages, chunks - 1 - chunk if backward else chunk
-
-    turns = [range(count * chunks) for count in work.micro_batches]
-    orders = [([at(i, False) for i in own], [at(i, True) for i in own]) for own in turns]
-    ahead = [2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages)]
-    return scheduled((work,), [_alternating(each, orders) for each in ahead], chunks)
-
-
-def _alternating(ahead: int, orders: Sequence[tuple[Sequence[tuple[int, int]], ...]]) -> list[Instruction]:
-    """Of each mini-batch, given its forwards and backwards as pairs (micro, chunk): `ahead` forwards, one forward and
-    one backward in turn, and the remaining backwards."""
-    found = []
-    for step, (forwards, backwards) in enumerate(orders):
-        early = min(ahead, len(forwards))
-        for i in range(len(forwards) + early):
-            found += [Instruction("forward", 0, step, *pair) for pair in forwards[i : i + 1]]
-            if i >= early:
-                found.append(Instruction("backward", 0, step, *backwards[i - early]))
-    return found
+    computed: list[list[Instruction]] = [[] for _ in range(stages)]
+    for stage, found in enumerate(computed):
+        for step, count in enumerate(work.micro_batches):
+            ahead = min(stages - stage - 1, count)  # forwards before the first backward
+            for i in range(count + ahead):
+                found += [Instruction("forward", 0, step, i)] if i < count else []
+                found += [Instruction("backward", 0, step, i - ahead)] if i >= ahead else []
+    return scheduled((work,), computed)
 
 
 class StageSpan(NamedTuple):
@@ -205,13 +157,14 @@ def simulate(schedule: Schedule, window: int = WINDOW) -> PipelineTimeline:
     if waiting := {s: each[run.at[s]] for s, each in enumerate(schedule.stages) if run.at[s] < len(each)}:
         where = "; ".join(f"stage {stage} at {tuple(each)}" for stage, each in waiting.items())
         raise ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
-    for name in {*run.sent, *run.awaited}:
-        if [message for message, _ in run.sent[name]] != [message for message, _ in run.awaited[name]]:
-            raise _unlike(name)
+    for link in {*run.sent, *run.awaited}:
+        if [message for message, _ in run.sent[link]] != [message for message, _ in run.awaited[link]]:
+            raise _unlike(link)
     return PipelineTimeline(tuple(tuple(spans) for spans in run.spans), run.steps)
 
 
-_Message = tuple[int, int, int]  # mini-batch, micro-batch, and the part of the model that sends
+_Link = tuple[int, str, int]  # messages of a model in one direction, from a stage: they keep their order
+_Message = tuple[int, int]  # mini-batch and micro-batch
 
 
 class _Run:
@@ -219,24 +172,19 @@ class _Run:
     sent and announced by its receiver."""
 
     def __init__(self, schedule: Schedule, window: int) -> None:
-        stages, works, chunks = len(schedule.stages), schedule.works, schedule.chunks
-        self.schedule, self.window = schedule, window
-        self.at, self.clock = [0] * stages, [0.0] * stages
-        self.spans: list[list[StageSpan]] = [[] for _ in range(stages)]
+        count = len(schedule.stages)
+        self.schedule, self.window, self.last = schedule, window, count - 1
+        self.at, self.clock = [0] * count, [0.0] * count
+        self.spans: list[list[StageSpan]] = [[] for _ in range(count)]
         self.steps: dict[tuple[int, int], float] = {}
-        self.sent: dict[Link, list[tuple[_Message, float]]] = defaultdict(list)
-        self.awaited: dict[Link, list[tuple[_Message, float]]] = defaultdict(list)
+        self.sent: dict[_Link, list[tuple[_Message, float]]] = defaultdict(list)
+        self.awaited: dict[_Link, list[tuple[_Message, float]]] = defaultdict(list)
         self._finished: dict[tuple[int, int], list[float]] = defaultdict(list)
-        self._ends: list[dict[tuple, float]] = [{} for _ in range(stages)]
-        self._announced: list[dict[tuple, tuple[Link, int]]] = [{} for _ in range(stages)]
-        self._parts = stages * chunks
-        self._seconds = {(kind, m): getattr(work, kind) / chunks for m, work in enumerate(works) for kind in COMPUTES}
-        self._run_of: dict[str, Callable[[int, Instruction], bool]] = {
-            **dict.fromkeys(COMPUTES, self._compute),
-            **dict.fromkeys(("send_forward", "send_backward"), self._send),
-            **dict.fromkeys(("receive_forward", "receive_backward"), self._receive),
-            "finish": self._finish,
-        }
+        self._computed: list[set[Instruction]] = [set() for _ in range(count)]
+        self._announced: list[dict[Instruction, tuple[_Link, int]]] = [{} for _ in range(count)]
+        run_of = dict.fromkeys(COMPUTES, self._compute) | {"finish": self._finish}
+        run_of |= dict.fromkeys(SENDS.values(), self._send) | dict.fromkeys(RECEIVES.values(), self._receive)
+        self._run_of = run_of
 
     def advance(self, stage: int) -> bool:
         """Run the next instructions of a stage, until one has to wait for another stage; whether any ran."""
@@ -250,62 +198,61 @@ class _Run:
         return first < len(instructions)
 
     def _compute(self, stage: int, each: Instruction) -> bool:
-        kind, model, step, micro, chunk = each
-        start, part = self.clock[stage], chunk * len(self.clock) + stage
+        kind, model, step, micro = each
+        start = self.clock[stage]
         if kind == "backward":
-            if ("forward", model, step, micro, chunk) not in self._ends[stage]:
+            if each.of("forward") not in self._computed[stage]:
                 return False
         elif step:
             if (made := self.steps.get((model, step - 1))) is None:
                 return False
             start = max(start, made)
-        if part != (0 if kind == "forward" else self._parts - 1):
+        if stage != (0 if kind == "forward" else self.last):
             if (announced := self._announced[stage].get(each)) is None:
                 raise ConfigError(f"stage {stage} runs {tuple(each)} without {(f'receive_{kind}', *each[1:])}.")
-            name, number = announced
-            if number >= len(self.sent[name]):
+            link, number = announced
+            if number >= len(self.sent[link]):
                 return False
-            message, arrived = self.sent[name][number]
-            if message != (step, micro, part - 1 if kind == "forward" else part + 1):
-                raise _unlike(name)
+            message, arrived = self.sent[link][number]
+            if message != (step, micro):
+                raise _unlike(link)
             start = max(start, arrived)
-        self.clock[stage] = self._ends[stage][each] = end = start + self._seconds[kind, model]
+        self.clock[stage] = end = start + getattr(self.schedule.works[model], kind)
+        self._computed[stage].add(each)
         self.spans[stage].append(StageSpan(each, start, end))
         return True
 
     def _finish(self, stage: int, each: Instruction) -> bool:
         ready = self._finished[each.model, each.step]
         ready.append(self.clock[stage])
-        if len(ready) == len(self.schedule.stages):
+        if len(ready) == len(self.clock):
             self.steps[each.model, each.step] = max(ready) + self.schedule.works[each.model].finish
         return True
 
     def _receive(self, stage: int, each: Instruction) -> bool:
-        kind, model, step, micro, chunk = each
-        forward, name = kind == "receive_forward", link(kind, model, stage, len(self.clock))
-        computed = "forward" if forward else "backward"
-        self._announced[stage][computed, model, step, micro, chunk] = name, len(self.awaited[name])
-        sender = chunk * len(self.clock) + stage + (-1 if forward else 1)
-        self.awaited[name].append(((step, micro, sender), self.clock[stage]))
+        kind: Computed = "forward" if each.kind == "receive_forward" else "backward"
+        link = each.model, kind, stage + (-1 if kind == "forward" else 1)
+        self._announced[stage][each.of(kind)] = link, len(self.awaited[link])
+        self.awaited[link].append(((each.step, each.micro), self.clock[stage]))
         return True
 
     def _send(self, stage: int, each: Instruction) -> bool:
-        kind, model, step, micro, chunk = each
-        name = link(kind, model, stage, len(self.clock))
-        sent, awaited = self.sent[name], self.awaited[name]
-        if ("forward" if kind == "send_forward" else "backward", model, step, micro, chunk) not in self._ends[stage]:
+        kind: Computed = "forward" if each.kind == "send_forward" else "backward"
+        link = each.model, kind, stage
+        sent, awaited = self.sent[link], self.awaited[link]
+        if each.of(kind) not in self._computed[stage]:
             raise ConfigError(f"stage {stage} sends {tuple(each)} before it is computed.")
         before = len(sent) - self.window
         if before >= len(awaited):
             return False
         if before >= 0:
             self.clock[stage] = max(self.clock[stage], awaited[before][1])
-        sent.append(((step, micro, chunk * len(self.clock) + stage), self.clock[stage]))
+        sent.append(((each.step, each.micro), self.clock[stage]))
         return True
 
 
-def _unlike(link: Link) -> ConfigError:
-    return ConfigError(f"messages of {tuple(link)} are sent and received in different orders, or not at all.")
+def _unlike(link: _Link) -> ConfigError:
+    return ConfigError(f"messages of {link} are sent and received in different orders, or not at all.")
 
 
 def peak_activations(schedule: Schedule) -> list[float]:
@@ -313,7 +260,7 @@ def peak_activations(schedule: Schedule) -> list[float]:
     for computed in schedule.computations:
         live = peak = 0.0
         for each in computed:
-            size = schedule.works[each.model].activations / schedule.chunks
+            size = schedule.works[each.model].activations
             live += size if each.kind == "forward" else -size
             peak = max(peak, live)
         peaks.append(peak)
@@ -325,11 +272,10 @@ def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int
     one order on both sides, no deadlock, and live activations within the `limits` of each stage. Errors:
     ConfigError."""
     wanted = {
-        Instruction(kind, model, step, micro, chunk)
+        Instruction(kind, model, step, micro)
         for model, work in enumerate(schedule.works)
         for step, count in enumerate(work.micro_batches)
         for micro in range(count)
-        for chunk in range(schedule.chunks)
         for kind in COMPUTES
     }
     for stage, computed in enumerate(schedule.computations):

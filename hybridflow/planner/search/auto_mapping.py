@@ -20,7 +20,7 @@ from itertools import islice, product
 
 import numpy as np
 
-from hybridflow.planner.cost.costs import Costs
+from hybridflow.planner.cost.costs import Costs, Remembered
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, packings, powers, sizes
 from hybridflow.planner.search.deadline import NEVER, Deadline, TimeUpError
 from hybridflow.planner.search.stages import STAGES, Floats, Front, Layouts, cheapest, partitions, stage_cost
@@ -78,12 +78,7 @@ class AutoMapping:
             self.kinds[group] = known.setdefault(kind, len(known))
         self.example = {kind: group for group, kind in self.kinds.items()}
         self.allocations = self.tried = 0
-        # by kinds and shape of a mesh; by pinned devices and number; by kinds, number and numbers; by kinds and number
-        self._fronts: dict[tuple, Front] = {}
-        self._ready: dict[tuple, Front] = {}
-        self._places: dict[tuple[tuple[int, ...] | None, int], list[Mesh]] = {}
-        self._known: dict[tuple[Kinds, int, int], Front] = {}
-        self._lone: dict[tuple[Kinds, int], Floats] = {}
+        self._known = Remembered()
 
     @cached_property
     def first(self) -> Mapped | None:
@@ -202,10 +197,12 @@ class AutoMapping:
 
     def alone(self, kinds: Kinds, size: int) -> Floats:
         """[stages] Least seconds of a set if each of its groups had the devices for itself, on the best ones."""
-        if (kinds, size) not in self._lone:
-            each = [self._alone_on(kinds, mesh) for mesh in self.places(kinds, size)]
-            self._lone[kinds, size] = np.min([np.full(STAGES, np.inf), *each], axis=0)
-        return self._lone[kinds, size]
+
+        def least() -> Floats:
+            each = (self._alone_on(kinds, mesh) for mesh in self.places(kinds, size))
+            return np.min([np.full(STAGES, np.inf), *each], axis=0)
+
+        return self._known.once(("alone", kinds, size), least)
 
     def _alone_on(self, kinds: Kinds, mesh: Mesh) -> Floats:
         return np.sum([self.generating((kind,), mesh).least for kind in kinds], axis=0)
@@ -214,8 +211,8 @@ class AutoMapping:
         """Choices of a set on `some[last]` equal devices or fewer, without those that alone take `limit` seconds.
 
         A bound that has fallen since leaves choices in that are too slow, which does not matter."""
-        at = (kinds, some[last], len(some))
-        if at not in self._known:
+
+        def choices() -> Front:
             found = NOTHING
             for size in some[last], *sorted(some[:last], key=lambda size: self.alone(kinds, size).sum()):
                 least, reached = self.alone(kinds, size), limit
@@ -226,19 +223,17 @@ class AutoMapping:
                         break
                     if (found.values[:, :STAGES] <= least).all(axis=1).any():  # it has nothing better
                         continue
-                # choices on equal devices are the same wherever these are
-                own = [self.generating(kinds, mesh) for mesh in self.places(kinds, size)[:1]]
-                found = found.or_(own[0]) if own else found
-            self._known[at] = found
-        return self._known[at]
+                for mesh in self.places(kinds, size)[:1]:  # choices on equal devices are the same wherever these are
+                    found = found.or_(self.generating(kinds, mesh))
+            return found
+
+        return self._known.once(("up to", kinds, some[last], len(some)), choices)
 
     def generating(self, kinds: Kinds, mesh: Mesh) -> Front:
         """Choices on exactly this mesh, with the seconds of generation."""
-        at = (kinds, self._like(kinds, mesh))
         self.check()
-        if at not in self._ready:
-            self._ready[at] = self._front(kinds, mesh).generating(self.costs, mesh)
-        return self._ready[at]
+        key = "generating", kinds, self._like(kinds, mesh)
+        return self._known.once(key, lambda: self._front(kinds, mesh).generating(self.costs, mesh))
 
     def check(self) -> None:
         """Errors: TimeUpError after the deadline, once there is a placement."""
@@ -247,14 +242,14 @@ class AutoMapping:
 
     def _front(self, kinds: Kinds, mesh: Mesh) -> Front:
         """Choices of groups of these kinds together on exactly this mesh."""
-        at = (kinds, self._like(kinds, mesh))
-        if at not in self._fronts:
+
+        def front() -> Front:
             capacity = min(self.costs.capacity[device] for device in mesh.devices)
             if len(kinds) == 1:
-                self._fronts[at] = Front.of(self.costs, self.example[kinds[0]], mesh, capacity)
-            else:
-                self._fronts[at] = self._front(kinds[:-1], mesh).with_peers(self._front(kinds[-1:], mesh), capacity)
-        return self._fronts[at]
+                return Front.of(self.costs, self.example[kinds[0]], mesh, capacity)
+            return self._front(kinds[:-1], mesh).with_peers(self._front(kinds[-1:], mesh), capacity)
+
+        return self._known.once(("front", kinds, self._like(kinds, mesh)), front)
 
     def _like(self, kinds: Kinds, mesh: Mesh) -> tuple:
         """Equal for meshes on which groups of these kinds have the same choices."""
@@ -268,17 +263,14 @@ class AutoMapping:
 
     def places(self, kinds: Kinds, size: int) -> list[Mesh]:
         """A mesh of each shape with `size` devices; for pinned groups their own."""
-        pinned = self._pinned(kinds)
-        if (pinned, size) not in self._places:
-            if pinned is not None:
-                found = [Mesh(pinned)] if len(pinned) == size else []
-            elif self.costs.homogeneous:
-                found = [Mesh.of(0, size)] if size in self.usual else []
-            else:
-                fitting = (where for (where,) in packings(self.costs.cluster, [size]))
-                found = list({self.costs.shape(mesh): mesh for mesh in fitting}.values())
-            self._places[pinned, size] = found
-        return self._places[pinned, size]
+        if (pinned := self._pinned(kinds)) is not None:
+            return [Mesh(pinned)] if len(pinned) == size else []
+        if self.costs.homogeneous:
+            return [Mesh.of(0, size)] if size in self.usual else []
+        fitting = (where for (where,) in packings(self.costs.cluster, [size]))
+        return self._known.once(
+            ("places", size), lambda: list({self.costs.shape(mesh): mesh for mesh in fitting}.values())
+        )
 
     def packed(self, sets: Sets, allocated: Sequence[int]) -> Iterator[list[Mesh]]:
         """Meshes for sets of these sizes; one of several equivalent ways."""

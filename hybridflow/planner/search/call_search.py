@@ -230,65 +230,55 @@ def exact(costs: Costs, *, start: ExecutionPlan | None = None, deadline: Deadlin
     work of their devices, the shortest chain of calls through an iteration, and memory. A good `start` rules out more.
     The result is `complete` unless the `deadline` came. Errors: TimeUpError when it comes before the search has begun.
     """
-    began = deadline.clock()
+    began, late = deadline.clock(), False
     options = options_of(costs, prune=False, also=[start] if start else [], deadline=deadline)
     if not all(options):
         return None
-    search = _Tree(evaluator := Evaluator(costs, options), deadline)
-    if start is not None and (state := evaluator.state(start)) is not None:
-        search.look_at(state)
-    search.settle(0)
-    if search.best is None:
-        return None
-    elapsed = deadline.clock() - began
-    return Found(evaluator.plan(search.best), search.cost, evaluator.evaluations, elapsed, complete=not search.late)
+    evaluator, best, limit = Evaluator(costs, options), State(), math.inf
+    least_work = [min(o.seconds * o.plan.mesh.size for o in own) for own in options]
+    order = sorted(range(len(options)), key=lambda call: -evaluator.fastest[call])
+    numbers = [sorted(range(len(own)), key=lambda n: own[n].seconds) for own in options]
+    devices, alike = costs.cluster.size, len(costs.cluster.nodes) == 1 and not costs.constraints
+    if alike and not devices & (devices - 1):  # slices of a size: the first call may as well take the first of them
+        numbers[order[0]] = [n for n in numbers[order[0]] if not options[order[0]][n].plan.mesh.devices[0]]
+    chosen = list[int | None]([None] * len(options))
 
+    def look_at(state: State) -> None:
+        nonlocal best, limit
+        score = evaluator.score(state, limit)
+        if score is not None and score.good and score.cost < limit:
+            best, limit = state, score.cost
 
-class _Tree:
-    def __init__(self, evaluator: Evaluator, deadline: Deadline) -> None:
-        self.evaluator, self.deadline, self.late = evaluator, deadline, False
-        self.best: State | None = None
-        self.cost = math.inf
-        self.chosen = list[int | None]([None] * len(evaluator.calls))
-        options, cluster = evaluator.options, evaluator.costs.cluster
-        self.order = sorted(range(len(options)), key=lambda i: -evaluator.fastest[i])
-        self.numbers = [sorted(range(len(own)), key=lambda n: own[n].seconds) for own in options]
-        self.least_work = [min(o.seconds * o.plan.mesh.size for o in own) for own in options]
-        self.devices = cluster.size
-        if len(cluster.nodes) == 1 and not cluster.size & (cluster.size - 1) and not evaluator.costs.constraints:
-            # slices of a size are alike: the first call may as well take the first of them
-            first = self.order[0]
-            self.numbers[first] = [n for n in self.numbers[first] if not options[first][n].plan.mesh.devices[0]]
-
-    def look_at(self, state: Sequence[int]) -> None:
-        score = self.evaluator.score(state, self.cost)
-        if score is not None and score.good and score.cost < self.cost:
-            self.best, self.cost = [*state], score.cost
-
-    def settle(self, depth: int) -> None:
-        """All combinations of what is not settled yet."""
-        if depth == len(self.order):
-            self.look_at([number for number in self.chosen if number is not None])
-            return
-        call = self.order[depth]
-        for number in self.numbers[call]:
-            self.late = self.late or self.deadline.over
-            if self.late:
-                break
-            self.chosen[call] = number
-            if self._may_be_better():
-                self.settle(depth + 1)
-        self.chosen[call] = None
-
-    def _may_be_better(self) -> bool:
-        evaluator = self.evaluator
-        seconds, masks = evaluator.loads(self.chosen)
+    def may_be_better() -> bool:
+        seconds, masks = evaluator.loads(chosen)
         work = sum(took * mask.bit_count() for took, mask in zip(seconds, masks, strict=True))
-        work += sum(self.least_work[i] for i, number in enumerate(self.chosen) if number is None)
-        if work / self.devices >= self.cost or evaluator.schedule.least(seconds, masks) >= self.cost:
+        work += sum(least_work[call] for call, number in enumerate(chosen) if number is None)
+        if work / devices >= limit or evaluator.schedule.least(seconds, masks) >= limit:
             return False
-        chosen = [None if n is None else own[n] for own, n in zip(evaluator.options, self.chosen, strict=True)]
-        return bool((evaluator.memory(chosen) <= evaluator.capacity).all())
+        some = [None if number is None else own[number] for own, number in zip(options, chosen, strict=True)]
+        return bool((evaluator.memory(some) <= evaluator.capacity).all())
+
+    def settle(depth: int) -> None:
+        """All combinations of what is not settled yet."""
+        nonlocal late
+        if depth == len(order):
+            look_at([number for number in chosen if number is not None])
+            return
+        for number in numbers[order[depth]]:
+            late = late or deadline.over
+            if late:
+                break
+            chosen[order[depth]] = number
+            if may_be_better():
+                settle(depth + 1)
+        chosen[order[depth]] = None
+
+    if start is not None and (state := evaluator.state(start)) is not None:
+        look_at(state)
+    settle(0)
+    if not best:
+        return None
+    return Found(evaluator.plan(best), limit, evaluator.evaluations, deadline.clock() - began, complete=not late)
 
 
 ROUND = 2500

@@ -23,10 +23,9 @@ from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
 from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
+from hybridflow.planner.explain import alternatives, colocated, infeasibility_report, stream_shape
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
-from hybridflow.planner.search.colocated import colocated
 from hybridflow.planner.search.deadline import Deadline, TimeUpError
 from hybridflow.planner.search.similarity import similarity_map
 from hybridflow.settings import require

@@ -30,7 +30,6 @@ class LayoutPair:
     train: Parallel
     generate: Parallel
     seconds: float
-    similarity: float
     peers: tuple[Layouts, ...]
     priced: int
     """Transitions that were priced."""
@@ -106,10 +105,9 @@ def best_pair(
         for generate in costs.strategies(group, mesh, generates=True):
             home, here = CallPlan(mesh, train), CallPlan(mesh, generate)
             apart = group in costs.rules.one_layout and not here.within(home)
-            found = None if apart else group_layout(costs, group, mesh, Layouts(train, generate))
-            if found is None:
+            own = None if apart else group_layout(costs, group, mesh, Layouts(train, generate))
+            if own is None:
                 continue
-            own = found[0]
             used = own[STATIC] + peers.values[:, STATIC] + np.maximum(own[ACTIVE], peers.values[:, ACTIVE])
             if not len(rows := np.flatnonzero(used <= capacity)):
                 continue
@@ -118,25 +116,25 @@ def best_pair(
             least = sum(own[:STAGES]) + sum(option.seconds for option in options) + of_peers[rows].min()
             pairs.append((least + (1 - alike) * options[0].copy / bandwidth, alike, least, home, here, own, rows))
     best: LayoutPair | None = None
-    priced = 0
-    for _, alike, least, home, here, own, rows in sorted(pairs, key=lambda one: one[:2]):
+    limit, priced = np.inf, 0
+    for _, _, least, home, here, own, rows in sorted(pairs, key=lambda one: one[:2]):
         if best is not None and deadline.over:
             break
-        if best is not None and least >= best.seconds and not full:
+        if least >= limit and not full:
             continue
         # peers with less static memory leave generation more KV cache
-        seconds, row = min(
-            (sum(own[:STAGES]) + sum(costs.generation(call, here, static).seconds for call in generation) + more, row)
-            for row, static, more in zip(
-                rows.tolist(), (own[STATIC] + peers.values[rows, STATIC]).tolist(), of_peers[rows].tolist(), strict=True
-            )
-        )
-        if best is not None and seconds >= best.seconds and not full:
+        static = (own[STATIC] + peers.values[rows, STATIC]).tolist()
+        generated = [
+            sum(costs.generation(call, here, bytes_kept).seconds for call in generation) for bytes_kept in static
+        ]
+        seconds = sum(own[:STAGES]) + np.array(generated) + of_peers[rows]
+        if seconds.min() >= limit and not full:
             continue
         priced += 1
-        seconds += len(generation) * costs.moved(group, home, here)
-        if best is None or seconds < best.seconds:
-            best = LayoutPair(home.parallel, here.parallel, seconds, alike, peers.choices[row].layouts, 0, 0)
+        row, seconds = int(seconds.argmin()), seconds.min() + len(generation) * costs.moved(group, home, here)
+        if seconds < limit:
+            limit = float(seconds)
+            best = LayoutPair(home.parallel, here.parallel, limit, peers.choices[rows[row]].layouts, 0, 0)
     return best and replace(best, priced=priced, grid=len(pairs))
 
 

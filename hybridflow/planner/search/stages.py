@@ -22,8 +22,6 @@ Floats = NDArray[np.float64]
 STAGES, STATIC, ACTIVE, _WIDTH = 3, 3, 4, 5
 """Columns of a choice's values: seconds of the three stages, static and active bytes."""
 _AT_ONCE = 16  # rows that others are compared with at a time
-
-
 Generates = tuple[str, Parallel]
 """A generation call and its layout. Its seconds depend on the memory that the whole set leaves for KV cache."""
 
@@ -46,10 +44,6 @@ class Choice(NamedTuple):
     size: int = 0
 
 
-Valued = tuple[tuple[float, ...], tuple[Generates, ...]]
-"""Values of a choice, and what it generates, whose seconds are not in them."""
-
-
 def stage_cost(sets: Iterable[Sequence[float]]) -> float:
     """Seconds of an iteration from the three stage seconds of each colocated set."""
     return float(sum(max(stage) for stage in zip(*sets, strict=True)))
@@ -67,24 +61,22 @@ def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
         yield ((first,), *sets)
 
 
-def group_layout(costs: Costs, group: str, mesh: Mesh, layouts: Layouts) -> Valued | None:
-    """Values of a group in these layouts, without transitions and the seconds of what it generates, and that; None
-    where it cannot run so."""
-    seconds, static, active, generates = [0.0] * STAGES, 0.0, 0.0, []
+def group_layout(costs: Costs, group: str, mesh: Mesh, layouts: Layouts) -> tuple[float, ...] | None:
+    """Values of a group in these layouts, without transitions and the seconds of generation; None where it cannot run
+    so."""
+    seconds, static, active = [0.0] * STAGES, 0.0, 0.0
     for call in costs.graph.of_group(group):
         parallel, generation = layouts.of(call), call.kind == "generation"
         allowed = costs.rules.allows(group, mesh, parallel, generation)
         if not allowed or (option := costs.option(call, mesh, parallel)) is None:
             return None
-        if generation:
-            generates.append((call.name, parallel))
-        else:
+        if not generation:
             seconds[2 if call.kind == "training" else 1] += option.seconds  # learning or preparation
         if parallel == layouts.parallel:
             static, active = option.static, max(active, option.active)
         else:
             active = max(active, option.active + option.copy)
-    return (*seconds, static, active), tuple(generates)
+    return (*seconds, static, active)
 
 
 @dataclass(frozen=True)
@@ -100,24 +92,26 @@ class Front:
 
         One layout serves training and inference. Generation has one within it; getting the weights there belongs to the
         generation stage. What is beaten even if that took no time is left out: weight plans take a while."""
-        kinds = {call.kind == "generation" for call in costs.graph.of_group(group)}
-        found = []
-        for parallel in costs.strategies(group, mesh, generates=kinds == {True}):
-            for generate in costs.generation_sizes(group, mesh, parallel) if len(kinds) == 2 else [None]:
+        calls, found = costs.graph.of_group(group), []
+        generation = [call for call in calls if call.kind == "generation"]
+        both = 0 < len(generation) < len(calls)
+        for parallel in costs.strategies(group, mesh, generates=len(generation) == len(calls)):
+            for generate in costs.generation_sizes(group, mesh, parallel) if both else [None]:
                 layouts = Layouts(parallel, generate)
-                if (own := group_layout(costs, group, mesh, layouts)) is not None:
-                    found.append((*own, layouts))
-        kept: dict[tuple[Generates, ...], list[tuple[tuple[float, ...], Layouts]]] = {}
-        for values, generates, layouts in sorted(found, key=lambda one: sum(one[0][:STAGES])):
-            alike = kept.setdefault(generates, [])
+                if (values := group_layout(costs, group, mesh, layouts)) is not None:
+                    found.append((values, layouts))
+        kept: dict[Parallel | None, list[tuple[tuple[float, ...], Layouts]]] = {}
+        for values, layouts in sorted(found, key=lambda one: sum(one[0][:STAGES])):
+            alike = kept.setdefault(layouts.of(generation[0]) if generation else None, [])
             if not any(all(map(le, other, values)) for other, _ in alike):
-                home = CallPlan(mesh, layouts.parallel)
-                moves = (costs.moved(group, home, CallPlan(mesh, sizes)) for _, sizes in generates)
-                alike.append(((values[0] + sum(moves), *values[1:]), layouts))
-        given = [(values, layouts, generates) for generates, alike in kept.items() for values, layouts in alike]
-        given = [own for own in given if own[0][STATIC] + own[0][ACTIVE] <= capacity]
-        choices = [Choice((layouts,), generates, mesh.size) for _, layouts, generates in given]
-        made = cls(np.array([values for values, *_ in given]).reshape(-1, _WIDTH), choices)
+                home, here = (CallPlan(mesh, sizes or layouts.parallel) for sizes in layouts)
+                alike.append(((values[0] + len(generation) * costs.moved(group, home, here), *values[1:]), layouts))
+        given = [own for alike in kept.values() for own in alike if own[0][STATIC] + own[0][ACTIVE] <= capacity]
+        choices = [
+            Choice((layouts,), tuple((call.name, layouts.of(call)) for call in generation), mesh.size)
+            for _, layouts in given
+        ]
+        made = cls(np.array([values for values, _ in given]).reshape(-1, _WIDTH), choices)
         return made._kept(_undominated_alike(made.values, made._kinds()))
 
     @cached_property

@@ -17,7 +17,6 @@ from hybridflow.planner.pipeline.schedule import (
     Schedule,
     Work,
     check,
-    interleaved,
     one_f_one_b,
     peak_activations,
     scheduled,
@@ -84,17 +83,13 @@ def test_equation_1(stages: int):
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_one_model(stages: int):
-    """1F1B and interleaved 1F1B take what their papers say; the former is the time-shared schedule of one model."""
+    """1F1B takes what its paper says, and is the time-shared schedule of one model."""
     for count in range(1, 17):
         work = Work(micro_batches=(count, count), forward=1.0, backward=2.0)
         schedule = one_f_one_b(stages, work)
         found = check(schedule, memory_limits(stages, (work,)))
         assert found.makespan == pytest.approx(serial_makespan(stages, (work,)))
         assert simulate(together(stages, (work,))).makespan == pytest.approx(found.makespan)
-        if count % stages == 0:
-            for chunks in (2, 3):
-                time = check(interleaved(stages, work, chunks)).makespan
-                assert time == pytest.approx(2 * 3 * (count + (stages - 1) / chunks))
 
 
 def orders(micro_batches: Sequence[tuple[int, int]]) -> Iterator[tuple[Instruction, ...]]:
@@ -230,7 +225,7 @@ def test_limits_count_what_few_micro_batches_hold():
 
 def replaced(schedule: Schedule, stage: int, instructions: Sequence[Instruction]) -> Schedule:
     stages = [tuple(instructions) if at == stage else each for at, each in enumerate(schedule.stages)]
-    return Schedule(schedule.works, tuple(stages), schedule.chunks)
+    return Schedule(schedule.works, tuple(stages))
 
 
 def test_what_cannot_run_is_refused():
@@ -252,8 +247,6 @@ def test_what_cannot_run_is_refused():
         check(schedule, [1.0, 1.0])
     with pytest.raises(ConfigError, match="room for a micro-batch"):
         together(2, alike(2), (1.0, 0.5))
-    with pytest.raises(ConfigError, match="multiple of 2"):
-        interleaved(2, Work(micro_batches=(3,)), 2)
     with pytest.raises(ConfigError, match="micro_batches"):
         Work(micro_batches=())
 

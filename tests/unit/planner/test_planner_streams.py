@@ -12,7 +12,7 @@ import pytest
 import hybridflow as hf
 from hybridflow.planner import ResponseLengths, StreamRun, Workload, simulate_stream
 from hybridflow.planner.admission import Admission, StreamOptions
-from hybridflow.planner.cost.call_cost import decoding_step, prefill_seconds
+from hybridflow.planner.cost.call_cost import decode, prefill
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph
@@ -86,9 +86,8 @@ def run_of(problem: Costs, plan: ExecutionPlan, lengths: list[int], max_stalenes
     """The stream with the costs of the plan, in which each device of the rollout is a replica."""
     context, update = problem.context("rollout", plan[GENERATE], "generation"), plan[UPDATE]
     assert context is not None
-    speed = DecodingSpeed.fitted(
-        *((n, decoding_step(context, n)) for n in (1, 256)), prefill=prefill_seconds(context, 64) / (64 * 128)
-    )
+    steps = [(n, step.total + host) for n in (1, 256) for step, _, host in [decode(context, n)]]
+    speed = DecodingSpeed.fitted(*steps, prefill=prefill(context, 64)[0].total / (64 * 128))
     return StreamRun(
         options=StreamOptions(rows=len(lengths), n=4, max_staleness=max_staleness),
         replicas=plan[GENERATE].mesh.size,
