@@ -27,11 +27,6 @@ MODEL = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
 def bare(policy, tmp_path_factory) -> Path:
     """The same model without a tokenizer."""
     home = tmp_path_factory.mktemp("bare")

@@ -234,11 +234,6 @@ LAYOUTS: dict[str, Any] = {
 ADAM = hf.Adam(lr=0.02, eps=1e-3, warmup_steps=2, schedule="cosine", total_steps=8)
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.fixture
 def fresh(cluster, settle) -> Iterator[None]:
     """No part and no failure of an earlier test is in checkpoints."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +100,6 @@ def strategy(p: int, t: int) -> hf.Megatron:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"), num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def other_pool(cluster) -> Iterator[hf.ResourcePool]:
-    with hf.ResourcePool([2]) as pool:
-        yield pool
 
 
 def test_training_goes_on_in_every_layout(hosts, policy, other_pool):
