@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {  # of each public name, as type checkers read it above
     name.name: str(line.module)
-    for line in ast.walk(ast.parse(Path(__file__).read_text()))
+    for line in ast.walk(ast.parse(Path(__file__).read_bytes()))
     if isinstance(line, ast.ImportFrom) and str(line.module).startswith(__name__)
     for name in line.names
 }
