@@ -19,6 +19,7 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.cluster.orphan_cleanup import processes
+from recipes import arithmetic
 from tests import tiny_models
 from tests.warm_programs import WarmPrograms
 
@@ -56,6 +57,12 @@ def pool(hosts) -> hf.ResourcePool:
 def policy(tmp_path_factory) -> Path:
     """The directory of a tiny model with a tokenizer."""
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def task() -> arithmetic.ArithmeticFiles:
+    """The small model where the quickstart keeps it: made once, by whoever comes first."""
+    return arithmetic.make(Path(__file__).resolve().parents[2] / ".cache")
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +111,11 @@ def _alone(request: pytest.FixtureRequest) -> None:
 def no_parts(cluster) -> Iterator[None]:
     """No loader or tracker of another test is in checkpoints, and none of this one stays."""
     cluster.parts.clear()
+    cluster.states.clear()
     yield
     cluster.parts.clear()
+    cluster.states.clear()
+    cluster.iterations.done_before = 0  # of loops that a test did not begin
 
 
 @pytest.fixture

@@ -28,10 +28,11 @@ from hybridflow.run.checkpoint_store import CheckpointStore
 from hybridflow.tracking.run_lock import RunLock
 from tests import tiny_models
 from tests.integration.test_checkpoints import DRIVER, ROOT, STEPS, Runs, records, runs, undisturbed
-from tests.integration.test_training_run import Loader, fresh
+from tests.integration.test_training_run import Loader
 from tests.s3_server import S3Server
 
-__all__ = ["fresh", "runs", "undisturbed"]
+__all__ = ["runs", "undisturbed"]
+pytestmark = pytest.mark.usefixtures("no_parts")
 
 
 @pytest.fixture
