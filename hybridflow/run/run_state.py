@@ -199,22 +199,20 @@ class Saving:
                 time.sleep(_LOOK_SECONDS)
 
     def _manifest(self) -> CheckpointManifest:
-        files, groups = dict[str, FileEntry](), dict[str, SavedGroup]()
+        groups = dict[str, SavedGroup]()
         answers = {name: self._results[name]() for name in self.parts.groups if name in self._results}
         self._check_calls()
         workers = {name: answers[name] for name in self.parts.workers}
-        ranks = [(name, rank) for name, answer in workers.items() for rank in range(len(answer))]
-        expected = {(name, rank): report_file(self.partial, self._folders[name], rank) for name, rank in ranks}
-        reports = self._reports(expected.values())
+        places = [(self._folders[name], rank) for name, answer in workers.items() for rank in range(len(answer))]
+        reports = self._reports([report_file(self.partial, folder, rank) for folder, rank in places])
+        files = {file: FileEntry(**entry) for report in reports for file, entry in report["files"].items()}
         for name, answer in answers.items():
             if name not in workers:
                 groups[name] = SavedGroup(self.parts.groups[name].worker_class.__name__, values=tuple(answer))
                 continue
             saved: SavedGroup = answer[0]
-            size = range(len(answer))  # at the time of the save: the group may have been moved since
-            for rank in size:
-                files |= {file: FileEntry(**entry) for file, entry in reports[expected[name, rank]]["files"].items()}
-            ranks = tuple(rank_file(self._folders[name], rank) for rank in size)
+            size = len(answer)  # at the time of the save: the group may have been moved since
+            ranks = tuple(rank_file(self._folders[name], rank) for rank in range(size))
             values = tuple(one.values[0] for one in answer) if saved.values is not None else None
             follows = None if saved.kinds else self._now.sources[name] or None
             groups[name] = replace(saved, values=values, ranks=ranks, dtypes=_compact(saved.dtypes), follows=follows)
@@ -233,15 +231,15 @@ class Saving:
                     f"{self.target} was not saved: a call before it failed: {str(status.failure.error.args[0])[:200]}"
                 )
 
-    def _reports(self, files: Iterable[Path]) -> dict[Path, dict[str, Any]]:
+    def _reports(self, files: Sequence[Path]) -> list[dict[str, Any]]:
         """What each rank reports, once its file is written; removed. The first error ends the wait for all."""
-        end, left = time.monotonic() + self._deadline, list(files)
+        end, left = time.monotonic() + self._deadline, files
         found = dict[Path, dict[str, Any]]()
         while True:
             found |= {file: self._report(file) for file in left if file.exists()}
             left = [file for file in left if file not in found]
             if not left:
-                return found
+                return [found[file] for file in files]
             if self.cancelled:
                 raise CheckpointError(f"{self.target} was not saved: the run was restarted.")
             for group in self.parts.groups.values():
