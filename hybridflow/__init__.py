@@ -7,7 +7,9 @@ are in `hf.algorithms`, constraints in `hf.planner`, environments of other packa
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,58 +83,27 @@ if TYPE_CHECKING:
     from hybridflow.workers.rollout import RolloutWorker as RolloutWorker
     from hybridflow.workers.worker import Worker as Worker
 
-_NAMESPACES = ("algorithms", "environments", "errors", "planner", "protocols", "rewards")
-_WHERE = {
-    "algorithms.registry": ("GAE", "PPO"),
-    "batch.batch": ("Batch",),
-    "run.checkpoints": ("Checkpoints",),
-    "batch.ragged": ("Ragged",),
-    "cluster.batch_ref": ("BatchRef",),
-    "cluster.group": ("WorkerGroup",),
-    "cluster.pool": ("ResourcePool",),
-    "engines.worker_spec": ("WorkerSpec",),
-    "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Mismatch", "Sampling", "Until", "ZeRO"),
-    "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
-    "streams.elastic": ("Elastic",),
-    "engines.checkpoint.export": ("export",),
-    "cli.launch": ("run",),
-    "loader": ("Mixture", "PromptLoader", "TextLoader", "dynamic_sampling", "text_batch"),
-    "placement": ("Placement",),
-    "protocols": (
-        *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
-        *("THREE_D_PP_ONLY", "THREE_D_PROTO", "register"),
-    ),
-    "held_out": ("HeldOut", "HeldOutLoss"),
-    "run.hub": ("push_to_hub",),
-    "run.run_state": ("load", "save"),
-    "run.training_run": ("Run",),
-    "streams.stream": ("stream",),
-    "tracing.auto": ("auto",),
-    "tracing.trace": ("trace", "trace_spec"),
-    "tracking.tracker": ("Tracker",),
-    "workers.actor": ("ActorWorker",),
-    "workers.critic": ("CriticWorker",),
-    "workers.placing": ("place",),
-    "workers.reference": ("ReferenceWorker",),
-    "workers.reward": ("CostWorker", "RewardWorker"),
-    "workers.rollout": ("RolloutWorker",),
-    "workers.worker": ("Worker",),
+_MODULE_OF = {  # of each public name, as type checkers read it above
+    name.name: str(line.module)
+    for line in ast.walk(ast.parse(Path(__file__).read_bytes()))
+    if isinstance(line, ast.ImportFrom) and str(line.module).startswith(__name__)
+    for name in line.names
 }
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = [*_NAMESPACES, *_MODULE_OF]
+_NAMESPACES = [name for name, module in _MODULE_OF.items() if module == __name__]
+__all__ = [*_MODULE_OF]
 __version__ = "0.1.0"
 importlib.import_module("hybridflow.run")  # the first import of the package binds its name here,
 del globals()["run"]  # which is that of the function
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMESPACES:
-        return importlib.import_module(f"hybridflow.{name}")
     if name not in _MODULE_OF:
         within = _NAMESPACES if name[:1].isupper() else ()
         hint = next((f" Use hf.{n}.{name}." for n in within if hasattr(__getattr__(n), name)), "")
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}.{hint}")
-    value = getattr(importlib.import_module(f"hybridflow.{_MODULE_OF[name]}"), name)
+    if name in _NAMESPACES:
+        return importlib.import_module(f"hybridflow.{name}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

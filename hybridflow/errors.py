@@ -137,35 +137,25 @@ class WorkerError(HybridFlowError, RuntimeError):
         kind = type(self.cause)
         if not isinstance(self.cause, HybridFlowError) or isinstance(self.cause, WorkerError):
             return self
-        both = type(kind.__name__, (WorkerError, kind), {"__module__": kind.__module__, "__reduce__": _reduce_both})
+        both = type(kind.__name__, (WorkerError, kind), {"__module__": kind.__module__})
         assert both.__base__ is not None
-        error = both.__base__.__new__(
-            both, self.args[0]
-        )  # `__new__` of the base that fixes the memory layout, e.g. OSError
+        error = both.__base__.__new__(both, self.args[0])  # of the base that fixes the memory layout, e.g. OSError
         error.args = self.args
         error.__dict__.update(self.__dict__)
         return error
 
     def __reduce__(self):
-        return _rebuild_worker_error, (self.args[0], self.__dict__)
+        return _rebuilt, (self.args[0], self.__dict__, type(self) is not WorkerError)
 
     def __str__(self) -> str:
         text = str(self.args[0])
         return f"{text}\n\n{self.remote_traceback}" if self.remote_traceback else text
 
 
-def _rebuild_worker_error(message: str, state: dict) -> WorkerError:
+def _rebuilt(message: str, state: dict, as_cause: bool) -> WorkerError:
     error = WorkerError(message)
     error.__dict__.update(state)
-    return error
-
-
-def _reduce_both(error: WorkerError):
-    return _rebuild_as_cause, (error.args[0], error.__dict__)
-
-
-def _rebuild_as_cause(message: str, state: dict) -> WorkerError:
-    return _rebuild_worker_error(message, state).as_cause()
+    return error.as_cause() if as_cause else error
 
 
 def rank_at(rank: int, node: str = "", step: int | None = None) -> str:

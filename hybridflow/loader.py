@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
@@ -18,10 +19,13 @@ from hybridflow.config import VLLM
 from hybridflow.data.lm_dataset import TextSource, read_texts
 from hybridflow.data.mixture import MixtureSource
 from hybridflow.data.prompts import PromptSource
+from hybridflow.data.resumable_sampler import check_sizes
 from hybridflow.data.tokenizer import TokenizerLike, as_tokenizer, has_tokenizer, load_tokenizer
 from hybridflow.engines.vllm.requirements import prompt_limit
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, PromptError
 from hybridflow.models.hf_spec import read_spec
+
+logger = logging.getLogger(__name__)
 
 
 class PromptLoader(PromptSource):
@@ -159,9 +163,6 @@ def text_batch(texts: Sequence[Any], tokenizer: TokenizerLike | WorkerGroup, *, 
     return read_texts(texts, as_tokenizer(given), max_tokens)
 
 
-logger = logging.getLogger(__name__)
-
-
 def dynamic_sampling(
     loader: PromptLoader,
     sample: Callable[[BatchRef], BatchRef],
@@ -190,44 +191,8 @@ def dynamic_sampling(
         raise ConfigError(f"dynamic_sampling takes a PromptLoader, got {type(loader).__name__}.")
     if not callable(sample):
         raise ConfigError(f"dynamic_sampling: sample={sample!r} must be a function of a batch of prompts.")
-    for name, value in (("rows", rows), ("steps", steps), ("max_rounds", max_rounds)):
-        if (value is not None or name != "steps") and (type(value) is not int or value < 1):
-            raise ConfigError(f"dynamic_sampling: {name}={value!r} must be a whole number of at least 1.")
+    check_sizes(rows=rows, max_rounds=max_rounds, **({} if steps is None else {"steps": steps}))
     return DynamicSampler(loader, sample, rows, steps, max_rounds, by)
-
-
-@dataclass
-class _Sampled:
-    """Groups collected so far for one batch."""
-
-    informative: list[BatchRef] = field(default_factory=list)
-    degenerate: list[BatchRef] = field(default_factory=list)
-    draws: list[GroupFilter] = field(default_factory=list)
-
-    def add(self, batch: BatchRef, found: GroupFilter) -> None:
-        for parts, groups in ((self.informative, found.informative), (self.degenerate, found.degenerate)):
-            if groups:
-                parts.append(batch.take([row for group in groups for row in group]))
-        self.draws.append(found)
-
-    @property
-    def informative_rows(self) -> int:
-        return sum(len(part) for part in self.informative)
-
-    @property
-    def rows(self) -> int:
-        return self.informative_rows + sum(len(part) for part in self.degenerate)
-
-    def metrics(self, rows: int) -> dict[str, float]:
-        informative = sum(len(draw.informative) for draw in self.draws)
-        degenerate = sum(len(draw.degenerate) for draw in self.draws)
-        scored = sum(draw.rows for draw in self.draws)
-        out = {
-            "sampling/rounds": float(len(self.draws)),
-            "sampling/kept": informative / max(informative + degenerate, 1),
-            "sampling/filled": max(0, rows - self.informative_rows) / rows,
-        }
-        return out | ({"sampling/reward": sum(draw.total for draw in self.draws) / scored} if scored else {})
 
 
 @dataclass
@@ -269,44 +234,64 @@ class DynamicSampler:
         source = session.iterations.timed(self.loader.drawn(), "loader")
         while self.steps is None or self._done < self.steps:
             session.iterations.begin(self.loader.in_flight)
-            found = self._sampled(source, session)
-            if found.rows < self.rows:
-                self._explain(found, self._done)
+            draws = self._draws(source, session)
+            kept = [(batch, found.informative) for batch, found in draws]
+            filled = [(batch, found.degenerate) for batch, found in draws]
+            useful, others = (sum(len(group) for _, groups in kind for group in groups) for kind in (kept, filled))
+            if useful + others < self.rows:
+                self._explain(len(draws), useful + others)
                 break
-            self._metrics, self._done = found.metrics(self.rows), self._done + 1
-            yield BatchRef.concat([*found.informative, *found.degenerate])[: self.rows]
+            if useful < self.rows:
+                logger.warning(
+                    "dynamic sampling: after %d rounds %d of %d rows are in groups whose %s differ; the others are "
+                    "filled with groups of equal scores, from which nothing is learned.",
+                    *(len(draws), useful, self.rows, self.by),
+                )
+            self._metrics, self._done = self._measured([found for _, found in draws], useful), self._done + 1
+            rows = [batch.take([*chain.from_iterable(groups)]) for batch, groups in [*kept, *filled] if groups]
+            yield BatchRef.concat(rows)[: self.rows]
         session.iterations.drain()
 
-    def _sampled(self, source: Iterator[Batch], session: Session) -> _Sampled:
-        out = _Sampled()
-        while out.informative_rows < self.rows and len(out.draws) < self.max_rounds:
-            prompts = next(source, None)
-            if prompts is None:
-                break
+    def _draws(self, source: Iterator[Batch], session: Session) -> list[tuple[BatchRef, GroupFilter]]:
+        """Until `rows` rows are in groups whose scores differ, `max_rounds` are over, or the prompts have ended."""
+        out, useful = list[tuple[BatchRef, GroupFilter]](), 0
+        while useful < self.rows and len(out) < self.max_rounds and (prompts := next(source, None)) is not None:
             batch = self.sample(BatchRef.from_batch(prompts))
             self._check(batch)
             found = session.controller.filter_groups(batch, self.by).get()
-            self._check_sizes(found)
-            out.add(batch, found)
-        if out.informative_rows < self.rows <= out.rows:
-            logger.warning(
-                "dynamic sampling: after %d rounds %d of %d rows are in groups whose %s differ; the others are filled "
-                "with groups of equal scores, from which nothing is learned.",
-                *(len(out.draws), out.informative_rows, self.rows, self.by),
-            )
+            sizes = {len(group) for group in (*found.informative, *found.degenerate)}
+            if len(sizes) > 1:
+                raise BatchError(f"dynamic_sampling needs groups of one size, got sizes {sorted(sizes)}.")
+            if sizes and self.rows % (size := sizes.pop()):
+                raise BatchError(
+                    f"dynamic_sampling(rows={self.rows}): groups have {size} rows, which does not divide it."
+                )
+            useful += sum(map(len, found.informative))
+            out.append((batch, found))
         return out
 
-    def _explain(self, found: _Sampled, done: int) -> None:
+    def _measured(self, draws: list[GroupFilter], useful: int) -> dict[str, float]:
+        informative = sum(len(draw.informative) for draw in draws)
+        groups = informative + sum(len(draw.degenerate) for draw in draws)
+        out = {
+            "sampling/rounds": float(len(draws)),
+            "sampling/kept": informative / max(groups, 1),
+            "sampling/filled": max(0, self.rows - useful) / self.rows,
+        }
+        scored = sum(draw.rows for draw in draws)
+        return out | ({"sampling/reward": sum(draw.total for draw in draws) / scored} if scored else {})
+
+    def _explain(self, rounds: int, rows: int) -> None:
         """Errors: BatchError: the prompts have ended, or `rows` is out of reach."""
-        if len(found.draws) == self.max_rounds:
+        if rounds == self.max_rounds:
             raise BatchError(
-                f"dynamic_sampling(rows={self.rows}): {len(found.draws)} rounds gave {found.rows} rows in all. "
-                f"Raise the loader's batch_size or max_rounds."
+                f"dynamic_sampling(rows={self.rows}): {rounds} rounds gave {rows} rows in all. Raise the loader's "
+                f"batch_size or max_rounds."
             )
-        if found.draws:
+        if rounds:
             logger.warning(
                 "dynamic sampling: the prompts ended after %d batches; %d rows do not fill another and are left out.",
-                *(done, found.rows),
+                *(self._done, rows),
             )
 
     def _check(self, batch: object) -> None:
@@ -318,10 +303,3 @@ class DynamicSampler:
             if name not in batch:
                 hint = "generate n >= 2 responses per prompt" if name == "group_id" else "sample() must compute it"
                 raise MissingColumnError(f"dynamic_sampling reads {name!r}; no call has written it: {hint}.")
-
-    def _check_sizes(self, found: GroupFilter) -> None:
-        sizes = {len(group) for group in (*found.informative, *found.degenerate)}
-        if len(sizes) > 1:
-            raise BatchError(f"dynamic_sampling needs groups of one size, got sizes {sorted(sizes)}.")
-        if sizes and self.rows % (size := sizes.pop()):
-            raise BatchError(f"dynamic_sampling(rows={self.rows}): groups have {size} rows, which does not divide it.")

@@ -27,16 +27,23 @@ Text = Annotated[str, Check("a text", lambda value: isinstance(value, str))]
 Sizes = Annotated[tuple[int, int, int], Check("(p, t, d)", lambda value: len(value) == 3 and all(map(_is_size, value)))]
 
 
+class _Checked:
+    """Numbers are finite and not negative, texts are texts, sizes at least 1. Errors: PlacementError."""
+
+    def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except ConfigError as error:
+            raise PlacementError(str(error)) from None
+
+
 @dataclass(frozen=True)
-class CallPlacement:
+class CallPlacement(_Checked):
     """`method` runs on `devices` with the sizes (p, t, d) and weights from its group."""
 
     method: Text
     devices: tuple[int, ...]
     sizes: Sizes
-
-    def __post_init__(self) -> None:
-        _check_values(self)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class GroupPlacement:
 
 
 @dataclass(frozen=True)
-class CallLayout:
+class CallLayout(_Checked):
     """Devices, sizes (p, t, d) and predicted costs of one call.
 
     `differs`: its group's weights have another layout or other devices and are moved here first, in `move_seconds`.
@@ -91,9 +98,6 @@ class CallLayout:
     runner_up: Text = ""
     lost: Text = ""
 
-    def __post_init__(self) -> None:
-        _check_values(self)
-
     @property
     def layout(self) -> str:
         p, t, d = self.sizes
@@ -101,7 +105,7 @@ class CallLayout:
 
 
 @dataclass(frozen=True)
-class Bar:
+class Bar(_Checked):
     """`call` runs on `devices` from `start` to `stop` [s]; `move`: its weights travel to them."""
 
     call: Text
@@ -111,12 +115,9 @@ class Bar:
     stop: NonNegative
     move: bool = False
 
-    def __post_init__(self) -> None:
-        _check_values(self)
-
 
 @dataclass(frozen=True)
-class Colocated:
+class Colocated(_Checked):
     """What a placement is compared with: all groups on all devices, with `tp` inside a node, the smallest that fits.
 
     `seconds` of an iteration; `memory`: bytes on its fullest device, out of `capacity`, more than that where it does
@@ -128,9 +129,6 @@ class Colocated:
     memory: NonNegative = 0.0
     capacity: NonNegative = 0.0
     against: Text = ""
-
-    def __post_init__(self) -> None:
-        _check_values(self)
 
     def compared(self, devices: int, seconds: float) -> str:
         """A sentence on a placement on `devices` with these `seconds`."""
@@ -149,7 +147,7 @@ class Colocated:
 
 
 @dataclass(frozen=True, repr=False)
-class Placement:
+class Placement(_Checked):
     """`placement["actor"]` is the actor's GroupPlacement.
 
     `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
@@ -172,7 +170,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         _check_nodes(self.nodes)
-        _check_values(self)
+        super().__post_init__()
         for one in (*self.calls.values(), *self.bars):
             _check_devices(one.devices, self.nodes, least=0)
         object.__setattr__(self, "groups", MappingProxyType(dict(self.groups)))
@@ -333,14 +331,6 @@ def _check_devices(devices: Sequence[int], nodes: Sequence[int], least: int = 1)
         raise PlacementError(
             f"devices={devices!r}: give device numbers from 0 to {sum(nodes) - 1} in ascending order, each once."
         )
-
-
-def _check_values(value: Any) -> None:
-    """Numbers are finite and not negative, texts are texts, sizes at least 1. Errors: PlacementError."""
-    try:
-        check_fields(value)
-    except ConfigError as error:
-        raise PlacementError(str(error)) from None
 
 
 def _fit(label: Any, width: float, height: float) -> None:

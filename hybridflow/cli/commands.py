@@ -11,12 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridflow.errors import ConfigError, HybridFlowError
-
-if TYPE_CHECKING:
-    from hybridflow.cli.doctor import Finding
 
 _ROLE_MODEL = re.compile(r"(?P<role>[A-Za-z_]\w*)\.model=(?P<model>.*)")
 _INTERRUPTED = 130  # a shell's status for a program ended by Ctrl-C
@@ -183,27 +180,25 @@ def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError("doctor looks at a model's directory or at a --cluster: give one of them.")
     if given.shared is not None and not given.cluster:
         raise ConfigError("--shared DIR is what the machines of a --cluster have in common: give both.")
+    if given.cluster:
+        from hybridflow.cli.cluster_report import examine_cluster
+
+        findings = examine_cluster(os.environ.get("RAY_ADDRESS") or "auto", given.shared)
+    elif given.model is not None:
+        from hybridflow.cli.model_report import examine_model
+
+        findings = examine_model(Path(given.model))
+    else:
+        from hybridflow.cli.doctor import examine
+
+        findings = examine(not given.no_run)
     wrong = 0
-    for finding in _findings(given):
+    for finding in findings:
         print(finding, flush=True)
         wrong += bool(finding.cure)
     if wrong and given.model is None:
         raise ConfigError(f"{wrong} of the checks failed: the lines above say what to do.")
     return min(1, wrong)
-
-
-def _findings(given: argparse.Namespace) -> Iterator[Finding]:
-    if given.cluster:
-        from hybridflow.cli.cluster_report import examine_cluster
-
-        return examine_cluster(os.environ.get("RAY_ADDRESS") or "auto", given.shared)
-    if given.model is not None:
-        from hybridflow.cli.model_report import examine_model
-
-        return examine_model(Path(given.model))
-    from hybridflow.cli.doctor import examine
-
-    return examine(not given.no_run)
 
 
 def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:

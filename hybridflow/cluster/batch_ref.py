@@ -14,9 +14,8 @@ import ray
 import torch
 
 from hybridflow.batch import markup
-from hybridflow.batch.batch import Batch, id_offsets, repeats
+from hybridflow.batch.batch import Batch, id_offsets, repeats, selected_rows
 from hybridflow.batch.columns import Column, check_known, names_of, renamed
-from hybridflow.batch.row_selection import selected_rows
 from hybridflow.batch.row_split import even_bounds
 from hybridflow.cluster.future import Future, calls_of, fetch, look_at
 from hybridflow.cluster.row_refs import (

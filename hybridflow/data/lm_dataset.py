@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from hybridflow.data.tokenizer import (
     TokenizerLike,
     as_tokenizer,
     check_prompt,
-    check_text,
     prompt_tokenizer,
 )
 from hybridflow.errors import ConfigError, PromptError
@@ -83,11 +82,6 @@ class TextSource(ResumableSampler):
         identity |= {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
         super().__init__(self._rows, identity, batch_size, steps, seed, shuffle, workers)
 
-    @property
-    def filtered(self) -> int:
-        """Records that are left out because their prompt leaves no room for a completion."""
-        return self._rows.filtered
-
     def whole(self) -> Batch:
         """All texts, each once and in their order: of a text longer than `max_tokens` its first piece."""
         draws = [Draw(0, index) for index in range(len(self._rows))]
@@ -123,7 +117,7 @@ class LMDataset(_TextDataset):
     def __init__(self, records: Any, column: str, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._records, self._column, self._tokenizer, self._max = records, column, tokenizer, max_tokens
         self._section = section_of(max_tokens)
-        (self.fingerprint,) = _fingerprints(records, {column: _check_text}, [(column,)])
+        (self.fingerprint,) = _fingerprints(records, {column: partial(check_prompt, chat=False)}, [(column,)])
 
     def __len__(self) -> int:
         return len(self._records)
@@ -174,7 +168,7 @@ def _cut(text: str, number: int, count: int) -> str:
 
 class SFTDataset(_TextDataset):
     """Prompts with completions: the response is the completion's tokens and the end token; after chat messages, the
-    tokens that end a turn in the chat template. `others` are completions of `beside`."""
+    tokens that end a turn in the chat template. `others` are further columns of completions, for `rows`."""
 
     def __init__(
         self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int, *others: str
@@ -188,26 +182,18 @@ class SFTDataset(_TextDataset):
         self._kept = self._fitting()
         self.filtered = len(records) - len(self._kept)
 
-    def beside(self, completion: str) -> SFTDataset:
-        """The same prompts, which are not read again, with another of the completions."""
-        out = copy(self)
-        out._completion = completion
-        return out
-
     def _fitting(self) -> torch.Tensor:
-        kept, at = [], 0
+        kept, every = [], len(self._records)
         for chunk in self._records.scan((self._prompt,)):
-            rows = range(at, at + len(chunk))
-            places = [self._records.place(row) for row in rows]
-            lengths = self._tokenizer.lengths([record[self._prompt] for record in chunk], places, self._prompt)
-            kept += [row for row, length in zip(rows, lengths, strict=True) if length < self._max]
-            at += len(chunk)
+            places = [self._records.place(row) for row, _ in chunk]
+            lengths = self._tokenizer.lengths([record[self._prompt] for _, record in chunk], places, self._prompt)
+            kept += [row for (row, _), length in zip(chunk, lengths, strict=True) if length < self._max]
         if not kept:
             raise PromptError(f"{self._records.where}: every prompt has max_tokens={self._max} tokens or more.")
-        if len(kept) < at:
+        if len(kept) < every:
             logger.warning(
                 "%s: %d of %d texts are left out, whose prompt has max_tokens=%d tokens or more.",
-                *(self._records.where, at - len(kept), at, self._max),
+                *(self._records.where, every - len(kept), every, self._max),
             )
         return torch.tensor(kept)
 
@@ -215,10 +201,14 @@ class SFTDataset(_TextDataset):
         return len(self._kept)
 
     def read(self, draws: list[Draw]) -> list[Row]:
+        return self.rows(draws, self._completion)
+
+    def rows(self, draws: list[Draw], completion: str) -> list[Row]:
+        """The rows with the completions of this column."""
         at = [int(self._kept[draw.index]) for draw in draws]
         records = [self._records[row] for row in at]
         prompts = self._tokenizer.encode([record[self._prompt] for record in records])
-        texts = [_completion_text(record[self._completion]) for record in records]
+        texts = [_completion_text(record[completion]) for record in records]
         begun = [text[: section_of(self._max)] for text in texts]  # later text would be cut off
         kinds = {chat: self._tokenizer.closing_ids(chat) for chat in (False, True)}
         ends = [kinds[isinstance(record[self._prompt], list)] for record in records]
@@ -229,7 +219,7 @@ class SFTDataset(_TextDataset):
             response = [*answer, *([] if ended else end)][: self._max - len(ids)]
             if not response:
                 place = self._records.place(row)
-                raise PromptError(f"{place}: column {self._completion!r} has no token, so nothing to predict.")
+                raise PromptError(f"{place}: column {completion!r} has no token, so nothing to predict.")
             rows.append((ids, response))
         return rows
 
@@ -249,18 +239,18 @@ class PairDataset(_TextDataset):
         max_tokens: int,
         scored: bool,
     ) -> None:
-        chosen, rejected = completions
-        first = SFTDataset(records, prompt, chosen, tokenizer, max_tokens - scored, rejected)
-        self._sides = [first, first.beside(rejected)]
+        chosen, rejected = self._completions = completions
+        self._first = first = SFTDataset(records, prompt, chosen, tokenizer, max_tokens - scored, rejected)
         self._scored, self.filtered = scored, first.filtered  # which follows from the prompts
         self.fingerprint = hashlib.blake2b("".join(first.fingerprints).encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._sides[0])
+        return len(self._first)
 
     def read(self, draws: list[Draw]) -> list[Row]:
         """The rows of both sides in turn."""
-        rows = [row for pair in zip(*(side.read(draws) for side in self._sides), strict=True) for row in pair]
+        sides = (self._first.rows(draws, completion) for completion in self._completions)
+        rows = [row for pair in zip(*sides, strict=True) for row in pair]
         return [(ids, response + response[-1:]) for ids, response in rows] if self._scored else rows
 
     def batch(self, numbers: range, rows: list[Row]) -> Batch:
@@ -303,23 +293,16 @@ def _as_record(row: Any) -> Any:
     return row
 
 
+def _check_completion(place: str, column: str, completion: Any) -> None:
+    check_prompt(place, column, _completion_text(completion), chat=False)
+
+
 def _completion_text(completion: Any) -> Any:
     """The text of a completion, which may be the one message of an assistant."""
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
         message = completion[0]
         return message.get("content") if message.get("role") == "assistant" else completion
     return completion
-
-
-def _check_text(place: str, column: str, text: Any) -> None:
-    if not isinstance(text, str) or not text:
-        shown = "empty" if text == "" else "null" if text is None else f"a {type(text).__name__}"
-        raise PromptError(f"{place}: column {column!r} is {shown}; it must be text.")
-    check_text(f"{place}: column {column!r}", text)
-
-
-def _check_completion(place: str, column: str, completion: Any) -> None:
-    _check_text(place, column, _completion_text(completion))
 
 
 def _fingerprints(
@@ -329,9 +312,9 @@ def _fingerprints(
     column."""
     if records.columns is not None:
         _has(records.where, records.columns, checks)
-    digests, at = [hashlib.blake2b(digest_size=16) for _ in sides], 0
+    digests = [hashlib.blake2b(digest_size=16) for _ in sides]
     for chunk in records.scan(tuple(checks)):
-        for row, record in enumerate(chunk, start=at):
+        for row, record in chunk:
             place = records.place(row)
             if not isinstance(record, Mapping):
                 raise PromptError(f"{place} is a {type(record).__name__}; every record must be an object.")
@@ -341,7 +324,6 @@ def _fingerprints(
             for digest, columns in zip(digests, sides, strict=True):
                 for column in columns:
                     digest.update(repr(record[column]).encode())
-        at += len(chunk)
     return [digest.hexdigest() for digest in digests]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from copy import deepcopy
+from typing import Any
 
 from hybridflow.batch.batch import Batch
 from hybridflow.data.prompts import Prompts, PromptSource
@@ -20,11 +21,8 @@ COLUMN = "source"
 _SHARED = ("batch_size", "steps", "in_flight", "workers")
 
 
-class MixedDraw(NamedTuple):
-    """A draw of one source."""
-
-    source: str
-    draw: Draw
+MixedDraw = tuple[str, Draw]
+"""A draw of the source with this name."""
 
 
 class Turns:
@@ -39,11 +37,6 @@ class Turns:
         first = {name: rng.random() for name in names}
         self.taken = dict.fromkeys(names, 0)
         self.credit = {name: value - sum(first.values()) / len(first) for name, value in first.items()}
-
-    def copy(self) -> Turns:
-        out = object.__new__(Turns)
-        out.taken, out.credit = dict(self.taken), dict(self.credit)
-        return out
 
     def next(self, weights: Weights) -> tuple[str, int]:
         """The source of the next row, and the number of that row among the source's."""
@@ -61,6 +54,7 @@ class MixedPrompts:
 
     def __init__(self, parts: Mapping[str, Prompts], defaults: Record) -> None:
         self.parts, self.defaults = dict(parts), dict(defaults)
+        self.filtered = sum(part.filtered for part in parts.values())
         found = {name: set(part.columns) for name, part in parts.items()}
         every = set().union(*found.values())
         for name, columns in found.items():
@@ -94,8 +88,8 @@ class MixedPrompts:
         """Records and, with tokenizers, their token ids, in the order of `draws`. Errors: as `Prompts.read`."""
         records, ids = dict[int, Record](), dict[int, list[int]]()
         for name, part in self.parts.items():
-            at = [i for i, drawn in enumerate(draws) if drawn.source == name]
-            found, tokens = part.read([draws[i].draw for i in at]) if at else ([], None)
+            at = [i for i, (source, _) in enumerate(draws) if source == name]
+            found, tokens = part.read([draws[i][1] for i in at]) if at else ([], None)
             records |= {i: self.defaults | one | {COLUMN: name} for i, one in zip(at, found, strict=True)}
             ids |= dict(zip(at, tokens, strict=True)) if tokens is not None else {}
         rows = range(len(draws))
@@ -107,7 +101,7 @@ class MixedPrompts:
 
     def whole(self) -> Batch:
         """All prompts, each once, source by source."""
-        draws = [MixedDraw(name, Draw(0, i)) for name, part in self.parts.items() for i in range(len(part))]
+        draws = [(name, Draw(0, i)) for name, part in self.parts.items() for i in range(len(part))]
         return self.batch(range(len(draws)), self.read(draws))
 
 
@@ -147,11 +141,6 @@ class MixtureSource(PromptSource):
         self.weights(0)
 
     @property
-    def filtered(self) -> int:
-        """Number of prompts left out for more than `max_prompt_tokens` tokens."""
-        return sum(one.filtered for one in self.sources.values())
-
-    @property
     def taken(self) -> dict[str, int]:
         """Rows drawn so far, by source."""
         return dict(self._turns.taken)
@@ -185,7 +174,7 @@ class MixtureSource(PromptSource):
         names, own = state.get("names") if isinstance(state, Mapping) else None, sorted(self.sources)
         if names is not None and names != own:
             raise ConfigError(f"the saved state is of a Mixture of names={names}, this one has {own}: give the same.")
-        before, turns = {name: one.state() for name, one in self.sources.items()}, self._turns.copy()
+        before, turns = {name: one.state() for name, one in self.sources.items()}, deepcopy(self._turns)
         try:
             for name, one in self.sources.items():
                 turns.taken[name], turns.credit[name] = self._load_source(name, one, state)
@@ -211,11 +200,11 @@ class MixtureSource(PromptSource):
         return rows, credit
 
     def _draws(self, batch: int) -> Iterator[list[Any]]:
-        turns = self._turns.copy()
+        turns = deepcopy(self._turns)
         self._ahead.clear()
         while self.steps is None or batch < self.steps:
             weights = self.weights(batch)
             whose = [turns.next(weights) for _ in range(self.batch_size)]
-            self._ahead.append(turns.copy())
-            yield [MixedDraw(name, self.sources[name].draw(number)) for name, number in whose]
+            self._ahead.append(deepcopy(turns))
+            yield [(name, self.sources[name].draw(number)) for name, number in whose]
             batch += 1

@@ -114,12 +114,11 @@ class Prompts:
         return at if self._kept is None else int(self._kept[at])
 
     def _look_through(self, limit: int | None) -> None:
-        digest, kept, shortest, longest, at = hashlib.blake2b(digest_size=16), [], None, 0, 0
+        digest, kept, shortest, longest = hashlib.blake2b(digest_size=16), [], None, 0
         bounds: list[int] = []
         for chunk in self.records.scan([self.prompt] if self._uniform else None):
-            places = range(at, at + len(chunk))
-            prompts = [self._prepared(place, raw)["prompt"] for place, raw in zip(places, chunk, strict=True)]
-            at += len(chunk)
+            places = [row for row, _ in chunk]
+            prompts = [self._prepared(row, raw)["prompt"] for row, raw in chunk]
             if limit is None or self._tokenizer is None:
                 for place, prompt in zip(places, prompts, strict=True):
                     if (length := characters(prompt)) > MOST_CHARACTERS:
@@ -134,19 +133,19 @@ class Prompts:
             bounds += map(most_tokens, prompts)
             for one in prompts:
                 digest.update(repr(one).encode())
-        self.filtered = 0 if limit is None else at - len(kept)
+        self.filtered = 0 if limit is None else len(self.records) - len(kept)
         self._kept = torch.tensor(kept) if self.filtered else None
         self._bounds = torch.tensor(bounds)
         self.fingerprint = digest.hexdigest()
-        if self.filtered == at:
+        if self.filtered == len(self.records):
             raise PromptError(
-                f"{self.records.where}: all {at} prompts have more than max_prompt_tokens={limit} tokens; the shortest "
-                f"has {_shown(shortest)}."
+                f"{self.records.where}: all {self.filtered} prompts have more than max_prompt_tokens={limit} tokens; "
+                f"the shortest has {_shown(shortest)}."
             )
         if self.filtered:
             logger.warning(
                 "%s: %d of %d prompts are left out, which have more than max_prompt_tokens=%d tokens (the longest %s).",
-                *(self.records.where, self.filtered, at, limit, _shown(longest)),
+                *(self.records.where, self.filtered, len(self.records), limit, _shown(longest)),
             )
 
     def check_fit(self, tokens: int, tokenizer: Callable[[], Tokenizer], where: str) -> None:
@@ -270,11 +269,6 @@ class PromptSource(ResumableSampler):
         identity = {"prompts": len(found), "fingerprint": found.fingerprint, "columns": found.columns}
         identity |= {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
         super().__init__(found, identity, batch_size, steps, seed, shuffle, workers, allow_changed)
-
-    @property
-    def filtered(self) -> int:
-        """Number of prompts left out for more than `max_prompt_tokens` tokens."""
-        return self.prompts.filtered
 
     def __len__(self) -> int:
         """Batches in all. Errors: TypeError when there is no end."""

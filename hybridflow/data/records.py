@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.errors import ConfigError, PromptError, nearest
+from hybridflow.errors import PromptError, nearest
+from hybridflow.settings import require
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow
 
 Record = dict[str, Any]
 CHUNK = 1024  # rows that are Python objects at a time while a table is looked through
@@ -54,11 +54,11 @@ class Records:
     def __getitem__(self, index: int) -> Any:
         return self._read(index, index + 1, None)[0]
 
-    def scan(self, columns: Iterable[str] | None) -> Iterator[list[Any]]:
-        """All rows in their order, some at a time."""
+    def scan(self, columns: Iterable[str] | None) -> Iterator[list[tuple[int, Any]]]:
+        """All rows with their numbers, in order, some at a time."""
         chosen = None if columns is None else tuple(columns)
         for start in range(0, self._size, CHUNK):
-            yield self._read(start, min(start + CHUNK, self._size), chosen)
+            yield list(enumerate(self._read(start, min(start + CHUNK, self._size), chosen), start))
 
 
 def open_records(source: Any, *, split: str | None = None, name: str | None = None, what: str = "prompts") -> Records:
@@ -72,10 +72,10 @@ def open_records(source: Any, *, split: str | None = None, name: str | None = No
     if isinstance(source, str | os.PathLike):
         records = _at(source, split, name, what)
     elif is_dataset(source):
-        _no_name(name, "a dataset that is loaded")
+        _refuse("a dataset that is loaded", name)
         records = _of_dataset(source, split, f"the dataset of {what}")
     else:
-        _no_split(split, name, f"a list of {what}")
+        _refuse(f"a list of {what}", name, split)
         given = source if isinstance(source, list | tuple) else None
         if given and all(isinstance(one, str | os.PathLike) for one in given):
             records = read_files(f"the files of {what}", [_existing(Path(one), what) for one in given])
@@ -98,10 +98,10 @@ def _at(source: str | os.PathLike[str], split: str | None, name: str | None, wha
     if path.is_dir():
         return _in_directory(path, split, name, what)
     if path.exists():
-        _no_split(split, name, f"the file {path}")
+        _refuse(f"the file {path}", name, split)
         return read_files(str(path), [path])
     if glob.has_magic(text):
-        _no_split(split, name, f"the files {text}")
+        _refuse(f"the files {text}", name, split)
         files = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
         if not files:
             raise PromptError(f"no file matches {text}.")
@@ -121,7 +121,7 @@ def _in_directory(path: Path, split: str | None, name: str | None, what: str) ->
     if any((path / saved).is_file() for saved in _SAVED):
         import datasets
 
-        _no_name(name, f"{path}, which save_to_disk wrote,")
+        _refuse(f"{path}, which save_to_disk wrote,", name)
         try:
             loaded = datasets.load_from_disk(str(path))
         except (OSError, ValueError, KeyError) as error:
@@ -188,15 +188,10 @@ def _dataset_records(where: str, dataset: datasets.Dataset) -> Records:
     return Records(where, len(plain), read, lambda row: f"{where}, row {row}", plain.column_names)
 
 
-def _no_split(split: str | None, name: str | None, source: str) -> None:
-    _no_name(name, source)
-    if split is not None:
-        raise ConfigError(f"split={split!r}: {source} has no splits; they are of Hugging Face datasets.")
-
-
-def _no_name(name: str | None, source: str) -> None:
-    if name is not None:
-        raise ConfigError(f"name={name!r}: {source} has no configurations; they are of the Hugging Face Hub.")
+def _refuse(source: str, name: str | None, split: str | None = None) -> None:
+    """Errors: ConfigError for a name or a split of a source that has none."""
+    require(name is None, f"name={name!r}: {source} has no configurations; they are of the Hugging Face Hub.")
+    require(split is None, f"split={split!r}: {source} has no splits; they are of Hugging Face datasets.")
 
 
 def _first_line(error: BaseException) -> str:
@@ -223,9 +218,16 @@ def read_files(where: str, files: Sequence[Path], alike: bool = False) -> Record
 def _parquet_records(where: str, files: Sequence[Path]) -> Records:
     """Files with the same columns: Arrow columns in memory, Python objects where rows are read."""
     import pyarrow
+    import pyarrow.parquet
 
-    tables = [_read_parquet(file) for file in files]
-    for file, table in zip(files, tables, strict=True):
+    tables = list[pyarrow.Table]()
+    for file in files:
+        try:
+            # a reader of this one file: read_table would make columns of directories that are called name=value
+            with pyarrow.parquet.ParquetFile(file) as opened:
+                tables.append(table := opened.read())
+        except (OSError, pyarrow.ArrowException) as error:
+            raise PromptError(f"{file} is not a Parquet file that can be read: {error}.") from None
         if twice := [name for name, times in Counter(table.column_names).items() if times > 1]:
             raise PromptError(f"{file} has more than one column {twice[0]!r}; each needs a name of its own.")
         if text := differing_column(str(file), table.column_names, str(files[0]), tables[0].column_names):
@@ -263,18 +265,6 @@ def is_dataset(source: object) -> bool:
     library = sys.modules.get("datasets")
     kinds = ("Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
     return library is not None and isinstance(source, tuple(getattr(library, kind) for kind in kinds))
-
-
-def _read_parquet(file: Path) -> pyarrow.Table:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        # a reader of this one file: read_table would make columns of directories that are called name=value
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            return opened.read()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise PromptError(f"{file} is not a Parquet file that can be read: {error}.") from None
 
 
 def differing_column(place: str, names: Iterable[Any], first: str, firsts: Iterable[Any]) -> str:

@@ -31,6 +31,9 @@ class Draw(NamedTuple):
 class Dataset(Protocol):
     """The data to sample from. `read` may run in another process; its result is pickled, and `batch` completes it."""
 
+    filtered: int
+    """Number of records left out because they are too long."""
+
     def __len__(self) -> int: ...
 
     def read(self, draws: list[Draw]) -> Any: ...
@@ -65,10 +68,8 @@ class ResumableSampler:
     ) -> None:
         if type(seed) is not int:
             raise ConfigError(f"seed={seed!r} must be a whole number.")
-        check_sizes(batch_size=batch_size)
+        check_sizes(batch_size=batch_size, **({} if steps is None else {"steps": steps}))
         check_sizes(0, workers=workers)
-        if steps is not None:
-            check_sizes(steps=steps)
         self._dataset, self.batch_size, self.steps, self.workers = dataset, batch_size, steps, workers
         self._same = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, **identity}
         self._identity, self._may_change = identity.keys(), identity.keys() if allow_changed else ()
@@ -102,6 +103,11 @@ class ResumableSampler:
                 raise found
             at = self._drawn = at + 1
             yield self._dataset.batch(range((at - 1) * self.batch_size, at * self.batch_size), found)
+
+    @property
+    def filtered(self) -> int:
+        """Number of records left out: prompts with too many tokens, or without room for a completion."""
+        return self._dataset.filtered
 
     def state(self) -> State:
         """State for `load_state` to continue with the next batch: plain data, for JSON."""

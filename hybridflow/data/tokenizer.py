@@ -342,13 +342,14 @@ def _configured_ends(directory: Path) -> set[int]:
 # Prompts
 
 
-def check_prompt(place: str, column: str, prompt: Any) -> None:
-    """Refuse a prompt other than text or chat messages. Errors: PromptError naming place, column and message."""
-    if isinstance(prompt, list):
+def check_prompt(place: str, column: str, prompt: Any, chat: bool = True) -> None:
+    """Refuse a prompt other than text or, with `chat`, messages. Errors: PromptError naming place, column, message."""
+    if chat and isinstance(prompt, list):
         check_messages(place, column, prompt)
     elif not isinstance(prompt, str) or not prompt:
         shown = "empty" if prompt == "" else "null" if prompt is None else f"a {type(prompt).__name__}"
-        raise PromptError(f"{place}: column {column!r} is {shown}; it must be text or a list of chat messages.")
+        asked = "text or a list of chat messages" if chat else "text"
+        raise PromptError(f"{place}: column {column!r} is {shown}; it must be {asked}.")
     else:
         check_text(f"{place}: column {column!r}", prompt)
 

@@ -139,9 +139,5 @@ def kind_of(operation: Operation) -> OperationKind:
 
 def operations(worker_class: type) -> dict[str, Operation]:
     """The operations that a class declares or inherits, by method name."""
-    out = {}
-    for name in dir(worker_class):
-        operation = getattr(getattr(worker_class, name, None), _MARK, None)
-        if isinstance(operation, Operation):
-            out[name] = operation
-    return out
+    found = {name: getattr(getattr(worker_class, name, None), _MARK, None) for name in dir(worker_class)}
+    return {name: operation for name, operation in found.items() if isinstance(operation, Operation)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Self
 from typing import Protocol as Structural
 
@@ -11,17 +12,13 @@ from hybridflow.errors import ProtocolError
 from hybridflow.topology import RankGrid
 
 
-class _Skip:
+class _Skip(Enum):
     """Stands for a rank that takes no part in a call."""
 
-    def __repr__(self) -> str:
-        return "SKIP"
-
-    def __reduce__(self):
-        return "SKIP"
+    SKIP = "SKIP"
 
 
-SKIP = _Skip()
+SKIP = _Skip.SKIP
 
 
 class Rows(Structural):

@@ -5,6 +5,7 @@ Letters: p, t, d are the pipeline, tensor and data parallel index of a rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,11 +71,8 @@ def _join_last_stages(grid: RankGrid, outputs: Sequence[Any]) -> Any:
 
 def _join_generation_replicas(grid: RankGrid, outputs: Sequence[Any]) -> Any:
     generation = grid.generation()
-    first: dict[int, Any] = {}
-    for rank in range(grid.size):
-        if (at := generation.coords(rank)).p == 0 and at.t == 0:
-            first[generation.replica(rank)] = outputs[rank]
-    return join([first[replica] for replica in range(generation.replicas)])
+    places = itertools.product(range(generation.d), range(generation.micro))
+    return join([outputs[generation.rank(micro=micro, d=d)] for d, micro in places])
 
 
 def _join_stages_as_replicas(grid: RankGrid, outputs: Sequence[Any]) -> Any:

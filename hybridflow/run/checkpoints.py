@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
@@ -25,17 +25,11 @@ from hybridflow.cluster.recorded_calls import Recorder, numbered
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
-    best_step,
     complete_steps,
-    discard,
-    leftovers,
-    remove,
     saved_steps,
-    set_aside,
     step_directory,
-    step_of,
 )
-from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory, fetched_checkpoint
+from hybridflow.engines.checkpoint.remote_directory import fetched_checkpoint
 from hybridflow.errors import (
     BrokenGroupError,
     CheckpointError,
@@ -46,10 +40,10 @@ from hybridflow.errors import (
     WaitTimeoutError,
     WorkerError,
 )
+from hybridflow.run.checkpoint_store import CheckpointStore
 from hybridflow.run.recovery import needs_moments, rebuild, replace_lost
 from hybridflow.run.run_state import Moment, RunParts, Saving, check_machines, metric_values, restore, verified
-from hybridflow.run.uploads import ENDED, Uploads
-from hybridflow.settings import by_name, is_address, local_path, require, staging_directory
+from hybridflow.settings import by_name, is_address, require
 from hybridflow.streams.stream import ResponseStream
 from hybridflow.tracking.run_lock import RunLock
 
@@ -118,22 +112,16 @@ class Checkpoints:
         good = type(batches) is bool and (every is not None or not batches)
         require(good, f"batches={batches!r}, every={every!r}: give True or False; True keeps them with checkpoints.")
         require(staging is None or is_address(directory), f"staging={staging!r} is for an address such as s3://bucket.")
-        self._uploads, local, self._shared = None, directory, staging is not None
-        if is_address(directory):
-            local = staging_directory(RemoteDirectory(directory).address) if staging is None else staging
-            self._uploads = Uploads(directory, os.path.abspath(local_path(local)), keep, best)
-            if Session.replay is None or getattr(Session.replay, "checks", False):
-                self._uploads.remote.check_writable()
-        self.directory = Path(os.path.abspath(local_path(local)))
-        if os.path.lexists(self.directory) and not self.directory.is_dir():
-            raise ConfigError(f"Checkpoints({str(directory)!r}): this is a file. Give a directory.")
+        self._store, self._shared = CheckpointStore(directory, staging, keep, best), staging is not None
+        remote, self.directory = self._store.remote, self._store.directory
+        if remote is not None and (Session.replay is None or getattr(Session.replay, "checks", False)):
+            remote.check_writable()
         self._warned = False
         self.every, self.keep, self.best, self.max_restarts = every, keep, best, 0 if Session.replay else max_restarts
         self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
         self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
         self._named, self._only = dict(parts or {}), only
-        locks = [self.directory.with_name(f".{self.directory.name}.lock")]
-        locks += [] if self._uploads is None else [self._uploads.remote.lock]
+        locks = [self.directory.with_name(f".{self.directory.name}.lock"), *([] if remote is None else [remote.lock])]
         self._owners = [RunLock(lock, f"Checkpoints({str(directory)!r})") for lock in locks if self._replay is None]
         for owner in self._owners:
             owner.take()
@@ -154,7 +142,7 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """The checkpoint from which a run continues now: the newest that is complete; its files are not read."""
-        return next((path for path, _ in complete_steps(self.directory)), None)
+        return self._store.newest
 
     @property
     def best_checkpoint(self) -> tuple[Path, float] | None:
@@ -162,18 +150,12 @@ class Checkpoints:
         if (found := self.best_saved) is None:
             return None
         path = step_directory(self.directory, found[0])
-        if self._uploads is not None and not path.exists():
-            self._uploads.fetch(found[0])
-        return path, found[1]
+        return path if path.exists() else self._store.fetch(found[0]), found[1]
 
     @property
     def best_saved(self) -> tuple[int, float] | None:
         """The step and the value of the best checkpoint, which may be at the address only."""
-        if not self.best:  # else all manifests were read at every save
-            return None
-        there = {} if self._uploads is None else self._uploads.there
-        here = ((one.step, one.metrics) for _, one in complete_steps(self.directory))
-        return best_step([*here, *there.items()], self.best)
+        return self._store.best
 
     # Continuing
 
@@ -205,18 +187,18 @@ class Checkpoints:
             session.attach(part, name)
         session.run_directory = session.run_directory or getattr(self._replay, "directory", self.directory.parent)
         session.before_shutdown(self._end)
-        if self._uploads is not None and self._replay is None:
-            check_machines(session, self._uploads.remote.address, self._shared)
-            self._uploads.open()
+        if self._replay is None:
+            if self._store.remote is not None:
+                check_machines(session, self._store.remote.address, self._shared)
+            self._store.open()
         with closing(self._candidates(loader)) as candidates:  # a copy that was fetched for it is removed
             start = self._load(session, candidates)
         if self._replay is None:
-            self._set_aside(saved_steps(self.directory), unless=start)
-            done = self._step if start is not None and start.parent == self.directory else 0
-            session.recorded = Recorder.start(self._records, done, self._record)
-            if self._uploads is not None:
-                self._uploads.continue_from(done or None)
-                self._uploads.start()
+            ours = start is not None and start.parent == self.directory
+            batches = [] if ours or not self._records.steps else [self._records.directory]
+            self._store.continue_from(self._step if ours else None, batches)
+            session.recorded = Recorder.start(self._records, self._step if ours else 0, self._record)
+            self._store.start()
         else:
             session.recorded = self._replay.recorded
         self._note(session)
@@ -233,29 +215,19 @@ class Checkpoints:
         if self._replay is not None:
             yield from self._replay.checkpoints
             return
-        for path in leftovers(self.directory):
-            with suppress(OSError):
-                discard(path)
-        if self._mode == "never":
-            return
         if is_address(self._mode):
             with fetched_checkpoint(self._mode) as path:
                 yield path
-        elif self._mode != "auto":
+        elif self._mode not in ("auto", "never"):
             chosen = Path(os.path.abspath(self._mode))
             below = saved_steps(chosen) or saved_steps(chosen / "checkpoints")
             if not (found := [chosen] if os.path.lexists(chosen / MANIFEST) else below):
                 raise CheckpointError(f"resume={self._mode!r}: {chosen} is not a checkpoint and has none.")
             yield from found
-        else:
-            there = {} if self._uploads is None else self._uploads.there
-            done = max([*there, *(step_of(path) or 0 for path in [self.newest] if path)], default=None)
-            mark = (self.directory / ENDED).read_text().strip() if (self.directory / ENDED).exists() else ""
-            steps = getattr(loader, "steps", None)
-            if mark and done is not None and (mark == f"{done} of {steps}" or (steps is not None and done >= steps)):
-                logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
-            else:
-                yield from saved_steps(self.directory) if self._uploads is None else self._uploads.steps()
+        elif self._mode == "auto" and self._store.has_ended(getattr(loader, "steps", None)):
+            logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
+        elif self._mode == "auto":
+            yield from self._store.steps()
 
     def _load(self, session: Session, candidates: Iterable[Path]) -> Path | None:
         """Load the first checkpoint that is whole. Errors: CheckpointError when none of several is."""
@@ -278,20 +250,15 @@ class Checkpoints:
             )
         return None
 
-    def _set_aside(self, found: Sequence[Path], unless: Path | None) -> None:
-        """Rename the checkpoints and recorded batches that are not the past of this run; files are kept."""
-        ours = unless is not None and unless.parent == self.directory
-        gone = [path for path in found if not ours or (step_of(path) or 0) > self._step]
-        (self.directory / ENDED).unlink(missing_ok=True)
-        batches = [] if ours or not self._records.steps else [self._records.directory]
-        if gone or batches:
-            aside, what = set_aside(self.directory, [*gone, *batches]), " and recorded batches" if batches else ""
-            logger.warning("%d checkpoints%s that this run does not continue are in %s", len(gone), what, aside)
-
     def _batches(self, session: Session, loader: Any) -> Generator[Any]:
+        """Errors: the first that is not of lost hosts, or of one restart too many."""
+        lost: HybridFlowError | None = None
         try:
             while True:
                 try:
+                    if lost is not None:
+                        self._rebuild(session)
+                    lost = None
                     with session.recovering(self._may_restart), session.backend.termination.deferred():
                         for batch in numbered(session.recorded, loader, lambda: self._step):
                             yield batch
@@ -312,7 +279,12 @@ class Checkpoints:
                     self._exhausted, session.recorded = True, None  # later loops number their own iterations
                     return
                 except HybridFlowError as error:
-                    self._restart(session, error)
+                    if lost is not None:  # further hosts meanwhile: that is the next restart
+                        error.add_note(f"The run could not be restarted after: {lost}")
+                    if not self._may_restart(error):
+                        raise
+                    self._count_restart(str(error).splitlines()[0])
+                    lost = error
         finally:
             session.iterations.done_before = 0
 
@@ -320,20 +292,6 @@ class Checkpoints:
         """Whether a host was lost or does not answer, and may be replaced once more."""
         lost = isinstance(error, _LOST) or isinstance(getattr(error, "cause", None), _LOST)
         return lost and self.restarts < self.max_restarts
-
-    def _restart(self, session: Session, error: HybridFlowError) -> None:
-        """Build again what an error of lost hosts needs; where hosts are lost meanwhile, that is the next restart.
-
-        Errors: `error`, if it is another one or of one restart too many."""
-        while True:
-            if not self._may_restart(error):
-                raise error
-            self._count_restart(str(error).splitlines()[0])
-            try:
-                return self._rebuild(session)
-            except HybridFlowError as further:
-                further.add_note(f"The run could not be restarted after: {error}")
-                error = further
 
     def _count_restart(self, reason: str) -> None:
         """Errors: PlacementError after `max_restarts` restarts."""
@@ -444,16 +402,17 @@ class Checkpoints:
                     "checkpoints.done + 1, which counts on after a resume, is a multiple of every=%s, for step().",
                     *(self.best, self._saved, self.every),
                 )
-            self._prune()
+            if (oldest := self._store.prune()) is not None:
+                self._records.drop(0, oldest)
 
     def _send(self, ending: bool = False) -> None:
         """Wait for uploads. Errors: CheckpointError where they stand still, unless failures are logged."""
         asked = Session.current().backend.termination.asked
-        if self._uploads is None or (asked and ending):  # it has waited
+        if asked and ending:  # it has waited
             return
         seconds = _TERMINATED_SECONDS if asked else _END_SECONDS if ending else _UPLOAD_SECONDS
         try:
-            self._uploads.wait(seconds, whole=bool(asked))
+            self._store.wait(seconds, whole=bool(asked))
         except CheckpointError as error:
             if asked or ending:
                 logger.error("%s", error)
@@ -464,19 +423,6 @@ class Checkpoints:
         if self._on_failure == "raise":
             raise error
         logger.error("%s The run continues without it.", error)
-
-    def _prune(self) -> None:
-        kept, surplus = (found := saved_steps(self.directory))[: self.keep], found[self.keep :]
-        if surplus:
-            self._records.drop(0, step_of(kept[-1]))
-        best, _ = (self.best_saved if surplus else None) or (None, 0.0)
-        sending = None if self._uploads is None else self._uploads.sending  # else a slow one would never be complete
-        for path in surplus:
-            if step_of(path) != best and path != sending:
-                try:
-                    remove(path)
-                except OSError as error:  # the run does not need it to be gone
-                    logger.warning("%s cannot be removed: %s", path, error)
 
     def _end(self) -> None:
         """At the end of the session: complete the save under way; a loop that ended regularly has ended the run."""
@@ -489,10 +435,8 @@ class Checkpoints:
             logger.warning("%s", str(error).splitlines()[0])
         ended = self._exhausted and self._replay is None
         if ended and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
-            with suppress(OSError):
-                (self.directory / ENDED).write_text(f"{self._step}{self._stopped}\n")
-        if self._uploads is not None:
-            self._send(ending=True)
-            self._uploads.stop(_STOP_SECONDS)
+            self._store.end(f"{self._step}{self._stopped}\n")
+        self._send(ending=True)
+        self._store.stop(_STOP_SECONDS)
         for owner in self._owners:
             owner.release()

@@ -17,7 +17,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.rank_state import set_random_state
-from hybridflow.run.run_state import Moment, follow, give_values, has_value
+from hybridflow.run.run_state import Moment, RunParts, follow, give_values
 from hybridflow.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> No
 
 def needs_moments(session: Session) -> bool:
     """Whether there is a pool whose hosts `replace_lost` could replace."""
-    placed = (_groups_on(session, [pool]) for pool in session.pools)
-    return any(groups and not any(map(_keeps_state, groups)) for groups in placed)
+    return any((on := _groups_on(session, [pool])) and not _keep_state(session, on) for pool in session.pools)
 
 
 def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
@@ -65,7 +64,7 @@ def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
     if not pools:
         return None
     gone = _groups_on(session, pools)
-    if any(map(_keeps_state, gone)):
+    if _keep_state(session, gone):
         return None
     moment = next((one for one in moments if _at(session, one, gone)), None)
     if moment is None:
@@ -84,8 +83,9 @@ def _groups_on(session: Session, pools: Sequence[ResourcePool]) -> list[WorkerGr
     return [group for group in session.groups.values() if any(r.pool_name in names for r in group.all_ranks)]
 
 
-def _keeps_state(group: WorkerGroup) -> bool:
-    return bool(group.training) or has_value(group)
+def _keep_state(session: Session, groups: Sequence[WorkerGroup]) -> bool:
+    valued = RunParts.of(session).valued
+    return any(group.training or group.name in valued for group in groups)
 
 
 def _at(session: Session, moment: Moment, gone: Sequence[WorkerGroup]) -> bool:

@@ -41,6 +41,7 @@ from hybridflow.engines.checkpoint.rank_state import random_state, report_file, 
 from hybridflow.engines.checkpoint.remote_directory import fetched_checkpoint, opened, written_here
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
 from hybridflow.settings import STAGING, is_address
+from hybridflow.tracking.metric_loggers import resolve
 from hybridflow.tracking.tracker import Tracker
 from hybridflow.workers.worker import Worker, has_state, rank_file
 
@@ -73,14 +74,21 @@ class RunParts:
                 )
         return cls(groups, objects)
 
+    @property
+    def workers(self) -> dict[str, WorkerGroup]:
+        """The groups whose ranks write files."""
+        return {name: one for name, one in self.groups.items() if issubclass(one.worker_class, Worker)}
+
+    @property
+    def valued(self) -> dict[str, WorkerGroup]:
+        """The groups of which checkpoints keep what `state()` of each rank returns, and nothing else."""
+        return {n: one for n, one in self.groups.items() if n not in self.workers and has_state(one.worker_class)}
+
 
 def metric_values(metrics: Iterable[Any]) -> dict[str, float | None]:
     """Metrics, or futures of them, as numbers; None for those that are not finite."""
-    found: dict[str, Any] = {}
-    for part in metrics:
-        found |= dict(part if isinstance(part, Mapping) else part.get())
-    numbers = {str(name): float(value) for name, value in found.items()}
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    found = {name: value for part in metrics for name, value in resolve(part).items()}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 def folder_of(name: str, taken: Iterable[str] = ()) -> str:
@@ -130,17 +138,12 @@ class Moment:
         return cls(
             step=step,
             states={name: copy.deepcopy(part.state()) for name, part in objects.items()},
-            values={name: session.backend.tell(group.ranks, "state") for name, group in groups if has_value(group)},
+            values={name: session.backend.tell(group.ranks, "state") for name, group in parts.valued.items()},
             random=random_state(),
             calls={name: group.calls_issued.copy() for name, group in groups},
             versions={name: group.weights_version for name, group in groups},
             sources={name: group.weights_source for name, group in groups},
         )
-
-
-def has_value(group: WorkerGroup) -> bool:
-    """Whether checkpoints keep what `state()` of each rank returns, and nothing else."""
-    return has_state(group.worker_class) and not issubclass(group.worker_class, Worker)
 
 
 @dataclass
@@ -175,18 +178,14 @@ class Saving:
             raise CheckpointError(f"{self.target} cannot be written: {error.filename}: {error.strerror}.") from error
         self._now = now = Moment.now(self.session, self.parts, self.step or 0)
         self._states = {name: _plain(name, state) for name, state in now.states.items()}
-        self._results = {name: self._issue(name, group) for name, group in self.parts.groups.items()}
+        self._results = dict(now.values)
+        for name, group in self.parts.workers.items():
+            settings = dict(group.settings) if now.sources[name] is None else None
+            where = (str(self.partial), self._folders[name], self.id)
+            self._results[name] = self.session.backend.tell(group.ranks, "write_checkpoint", *where, settings)
         self._calls = [one for one in self.session.iterations.unsettled() if one.origin.role in self.parts.groups]
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
-
-    def _issue(self, name: str, group: WorkerGroup) -> Callable[[], list[Any]] | None:
-        backend = self.session.backend
-        if issubclass(group.worker_class, Worker):
-            settings = dict(group.settings) if self._now.sources[name] is None else None
-            where = (str(self.partial), self._folders[name], self.id)
-            return backend.tell(group.ranks, "write_checkpoint", *where, settings)
-        return self._now.values.get(name)
 
     def _run(self) -> None:
         try:
@@ -200,25 +199,21 @@ class Saving:
                 time.sleep(_LOOK_SECONDS)
 
     def _manifest(self) -> CheckpointManifest:
-        files, groups = dict[str, FileEntry](), dict[str, SavedGroup]()
-        answers = {name: wait() for name, wait in self._results.items() if wait is not None}
+        groups = dict[str, SavedGroup]()
+        answers = {name: self._results[name]() for name in self.parts.groups if name in self._results}
         self._check_calls()
-        workers = {name for name, group in self.parts.groups.items() if issubclass(group.worker_class, Worker)}
-        ranks = [(name, rank) for name in answers if name in workers for rank in range(len(answers[name]))]
-        expected = {(name, rank): report_file(self.partial, self._folders[name], rank) for name, rank in ranks}
-        reports = self._reports(expected.values())
-        for name, group in self.parts.groups.items():
-            if name not in answers:
-                continue
+        workers = {name: answers[name] for name in self.parts.workers}
+        places = [(self._folders[name], rank) for name, answer in workers.items() for rank in range(len(answer))]
+        reports = self._reports([report_file(self.partial, folder, rank) for folder, rank in places])
+        files = {file: FileEntry(**entry) for report in reports for file, entry in report["files"].items()}
+        for name, answer in answers.items():
             if name not in workers:
-                groups[name] = SavedGroup(group.worker_class.__name__, values=tuple(answers[name]))
+                groups[name] = SavedGroup(self.parts.groups[name].worker_class.__name__, values=tuple(answer))
                 continue
-            saved: SavedGroup = answers[name][0]
-            size = len(answers[name])  # at the time of the save: the group may have been moved since
+            saved: SavedGroup = answer[0]
+            size = len(answer)  # at the time of the save: the group may have been moved since
             ranks = tuple(rank_file(self._folders[name], rank) for rank in range(size))
-            for report in (reports[expected[name, rank]] for rank in range(size)):
-                files |= {file: FileEntry(**entry) for file, entry in report["files"].items()}
-            values = tuple(one.values[0] for one in answers[name]) if saved.values is not None else None
+            values = tuple(one.values[0] for one in answer) if saved.values is not None else None
             follows = None if saved.kinds else self._now.sources[name] or None
             groups[name] = replace(saved, values=values, ranks=ranks, dtypes=_compact(saved.dtypes), follows=follows)
         trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
@@ -236,15 +231,15 @@ class Saving:
                     f"{self.target} was not saved: a call before it failed: {str(status.failure.error.args[0])[:200]}"
                 )
 
-    def _reports(self, files: Iterable[Path]) -> dict[Path, dict[str, Any]]:
+    def _reports(self, files: Sequence[Path]) -> list[dict[str, Any]]:
         """What each rank reports, once its file is written; removed. The first error ends the wait for all."""
-        end, left = time.monotonic() + self._deadline, list(files)
+        end, left = time.monotonic() + self._deadline, files
         found = dict[Path, dict[str, Any]]()
         while True:
             found |= {file: self._report(file) for file in left if file.exists()}
             left = [file for file in left if file not in found]
             if not left:
-                return found
+                return [found[file] for file in files]
             if self.cancelled:
                 raise CheckpointError(f"{self.target} was not saved: the run was restarted.")
             for group in self.parts.groups.values():
@@ -282,14 +277,12 @@ class Saving:
         self._thread.join(2 * self._deadline)
         if self.running:
             raise CheckpointError(f"{self.target} was not complete after {2 * self._deadline:g} s.")
-        if isinstance(self.error, OSError):
-            why = f"{self.error.filename or self.partial}: {self.error.strerror}"
-            raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
-        if isinstance(self.error, HybridFlowError):
-            raise self.error
-        if self.error is not None:
-            why = f"{type(self.error).__name__}: {self.error}"
-            raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
+        if isinstance(error := self.error, HybridFlowError):
+            raise error
+        if error is not None:
+            why = f"{type(error).__name__}: {error}"
+            why = f"{error.filename or self.partial}: {error.strerror}" if isinstance(error, OSError) else why
+            raise CheckpointError(f"{self.target} was not saved: {why}.") from error
         return self.target
 
 
@@ -332,9 +325,8 @@ def verified(session: Session, directory: Path, parts: RunParts) -> CheckpointMa
     """
     manifest, asked = CheckpointManifest.read(directory), []
     left = dict(manifest.files)
-    for name, saved in manifest.groups.items():
-        group = parts.groups.get(name)
-        if group is None or not issubclass(group.worker_class, Worker):
+    for name, group in parts.workers.items():
+        if (saved := manifest.groups.get(name)) is None:
             continue
         own = {file: left.pop(file) for file in (*saved.ranks, *saved.beside) if file in left}
         names, ranks = list(own), group.grid.size
@@ -354,8 +346,7 @@ def restore(
 ) -> int:
     """Load a verified checkpoint. `everything`: it must have the same groups as the run."""
     saved = {name: one for name, one in manifest.groups.items() if name in parts.groups}
-    saving = [n for n, one in parts.groups.items() if issubclass(c := one.worker_class, Worker) or has_state(c)]
-    missing = [name for name in saving if name not in manifest.groups]
+    missing = [name for name in (*parts.workers, *parts.valued) if name not in manifest.groups]
     surplus = [name for name in manifest.groups if everything and name not in parts.groups]
     if missing or surplus:
         raise ConfigError(
@@ -369,7 +360,7 @@ def restore(
     waiting = []
     for name, one in saved.items():
         group, backend = parts.groups[name], session.backend
-        if issubclass(group.worker_class, Worker):
+        if name in parts.workers:
             bare = replace(one, ranks=(), beside=())
             arguments = (str(directory), manifest.id, bare, one.ranks, dict(group.settings))
             _check_values(group, one.values)

@@ -96,7 +96,8 @@ class WandB:
     """
 
     def __init__(self) -> None:
-        self._wandb, self._run = _installed("wandb", "wandb"), None
+        self._wandb = _installed("wandb", "wandb")
+        self._run: Any = None
         if self._wandb.setup().settings.mode == "online" and not self._wandb.login(prompt=False, verify=False):
             raise ConfigError(
                 "Tracker(to='wandb'): no API key was found. Call `wandb login` once, or set WANDB_API_KEY, or set "
@@ -115,11 +116,9 @@ class WandB:
         self._run.define_metric("*", step_metric="step")  # W&B's own step never goes back
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert self._run is not None
         self._run.log({"step": step, **metrics})
 
     def samples(self, step: int, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-        assert self._run is not None
         table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)  # of this step: it never changes
         self._run.log({"step": step, title: table})
 

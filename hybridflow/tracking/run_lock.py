@@ -31,12 +31,10 @@ class RunLock:
     _held: ClassVar[dict[Path, _Held]] = {}
 
     def __init__(self, path: Path, what: str) -> None:
-        self._path, self._what, self._mine = Path(os.path.abspath(path)), what, False
+        self._path, self._what = Path(os.path.abspath(path)), what
 
     def take(self) -> None:
         """Errors: ConfigError that names the other process. Waits some seconds where another machine's did not end."""
-        if self._mine:
-            return
         held = self._held.get(self._path)
         if held is None or held.pid != os.getpid():
             try:
@@ -45,16 +43,15 @@ class RunLock:
             except OSError as error:
                 logger.debug("%s cannot be locked: %s", self._path, error)
                 return
-        held.users, self._mine = held.users + 1, True
+        held.users.add(self)
 
     def release(self) -> None:
         """The last one removes the file. Can be called again."""
         held = self._held.get(self._path)
-        if self._mine and held is not None and held.pid == os.getpid():
-            held.users -= 1
+        if held is not None and held.pid == os.getpid() and self in held.users:
+            held.users.remove(self)
             if not held.users:
                 self._held.pop(self._path).close()
-        self._mine = False
 
 
 @atexit.register  # after a session that is open at the end, as the driver's functions import this module
@@ -68,7 +65,7 @@ class _Held:
     """The file of a lock that this process holds, and the thread that gives it a new time every `BEAT_SECONDS`."""
 
     def __init__(self, path: Path, what: str) -> None:
-        self.path, self.users, self.pid = path, 0, os.getpid()
+        self.path, self.users, self.pid = path, set[RunLock](), os.getpid()
         self._file = _locked(path, what)
         with suppress(OSError):  # a full disk
             holder = {"host": socket.gethostname(), "pid": self.pid, "since": time.strftime("%Y-%m-%d %H:%M:%S")}

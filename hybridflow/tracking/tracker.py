@@ -175,7 +175,9 @@ class Tracker:
                 if self._step == 1 or self._step % max(every, 1) == 0:
                     usual = (*_PER_ROW, *_PER_TOKEN, "group_id", "response_ids")
                     names = list(dict.fromkeys([*(name for name in usual if name in samples), *columns]))
-                    reader = None if tokenizer is None else _loading(tokenizer)
+                    # in a thread: importing its library takes seconds
+                    pool = ThreadPoolExecutor(1, "tokenizer")
+                    reader = None if tokenizer is None else pool.submit(as_tokenizer, tokenizer)
                     self._samples.append((self._step, title, samples.select(names)[: max(rows, 0)], reader))
             return
         self._append_samples(self._step, title, samples)
@@ -421,14 +423,6 @@ class Tracker:
 def _failed() -> bool:
     """Whether an exception, including Ctrl-C, has ended the program or is propagating."""
     return getattr(sys, "last_value", None) is not None or sys.exc_info()[1] is not None
-
-
-def _loading(given: TokenizerLike) -> Future[Tokenizer]:
-    """The tokenizer, read in a thread: importing its library takes seconds. Errors of the future: as `as_tokenizer`."""
-    pool = ThreadPoolExecutor(1, "tokenizer")
-    found = pool.submit(as_tokenizer, given)
-    pool.shutdown(wait=False)
-    return found
 
 
 def _sample_rows(batch: Batch | BatchRef, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,8 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.cluster.orphan_cleanup import processes
+from recipes import arithmetic
+from tests import tiny_models
 from tests.warm_programs import WarmPrograms
 
 DEVICES = 16
@@ -48,6 +51,30 @@ def hosts(cluster) -> hf.ResourcePool:
 def pool(hosts) -> hf.ResourcePool:
     """The first four of them."""
     return hosts[0:4]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    """The directory of a tiny model with a tokenizer."""
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def task() -> arithmetic.ArithmeticFiles:
+    """The small model where the quickstart keeps it: made once, by whoever comes first."""
+    return arithmetic.make(Path(__file__).resolve().parents[2] / ".cache")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory) -> Path:
+    return tiny_models.make_classifier(tmp_path_factory.mktemp("classifier"))
+
+
+@pytest.fixture(scope="module")
+def other_pool(cluster) -> Iterator[hf.ResourcePool]:
+    """Two more hosts, which share no torch world with the first four."""
+    with hf.ResourcePool([2]) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
@@ -84,8 +111,11 @@ def _alone(request: pytest.FixtureRequest) -> None:
 def no_parts(cluster) -> Iterator[None]:
     """No loader or tracker of another test is in checkpoints, and none of this one stays."""
     cluster.parts.clear()
+    cluster.states.clear()
     yield
     cluster.parts.clear()
+    cluster.states.clear()
+    cluster.iterations.done_before = 0  # of loops that a test did not begin
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hybridflow.cluster.session import Session
 from hybridflow.placement import GroupPlacement, Placement
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import Parallel
-from tests import tiny_models
 from tests.tiny_models import make_rows
 
 NODES = (2,)
@@ -35,11 +33,6 @@ def closing(cluster) -> Iterator[None]:
     yield
     for name in set(cluster.groups) - earlier:
         cluster.groups[name].close()
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 def where(*devices: int, generate: tuple[int, int] | None = None, **sizes: int) -> GroupPlacement:

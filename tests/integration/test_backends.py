@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hybridflow as hf
-from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
 ADAM = hf.Adam(lr=0.02, eps=1e-3)
@@ -19,16 +18,6 @@ SETUPS: dict[str, tuple[Any, Any, Any, Any]] = {  # of actor, critic, reference,
     "mixed": (hf.Megatron(tp=2), hf.FSDP(), hf.ZeRO(stage=3), hf.FSDP(tp=2)),
     "exchanged": (hf.FSDP(), hf.ZeRO(stage=2), hf.Megatron(tp=2), hf.ZeRO(stage=1)),
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory) -> Path:
-    return tiny_models.make_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 def ppo(pool: hf.ResourcePool, name: str, policy: Path, classifier: Path) -> list[dict[str, float]]:

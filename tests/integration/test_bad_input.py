@@ -6,7 +6,6 @@ What can be seen on the driver is refused there, before any model is built.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,16 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import hybridflow as hf
 from hybridflow import errors
-from recipes import ppo, settings, task
 from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
 MODEL = "model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -312,34 +305,6 @@ def test_estimators_and_options_that_do_not_exist(pool):
         hf.compute_advantage(rows, "gae", kl_coef="high")
 
 
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    [
-        ("step=3", "there is no setting 'step'. Did you mean 'steps'?"),
-        ("actor.trian.tp=2", "there is no setting 'actor.trian.tp'. Did you mean 'actor.train.tp'?"),
-        ("--step=3", "there is no setting 'step'. Did you mean 'steps'?"),
-        ("steps", "'steps' is no setting: write key=value"),
-        ("devices=[2", "devices=[2: while parsing"),
-        ("actor=3", "actor=3 replaces the settings train, generate, optim"),
-        ("lr=3", "there is no setting 'lr'. Did you mean 'actor.optim.lr' or 'critic.optim.lr'?"),
-        ("actor.train.zero=1", "there is no setting 'actor.train.zero'. Known: tp, pp, dp"),
-        ("actor.train.tpp=2", "there is no setting 'actor.train.tpp'. Did you mean 'actor.train.tp'?"),
-        ("actor.optim.lr=-1", "actor.optim: Adam(lr=-1): must be at least 0"),
-        ("actor.train.stage_layers=[1,1]", "actor.train: Megatron(stage_layers=(1, 1)): give one whole number"),
-    ],
-)
-def test_typos_on_a_recipes_command_line(argument, says):
-    with pytest.raises(errors.ConfigError, match=re.escape(says)):
-        settings.read(ppo.DEFAULTS, ["seed=2", argument])
-
-
-def test_a_recipe_needs_prompts_for_a_model_of_ones_own():
-    cfg = settings.read(ppo.DEFAULTS, ["actor.train.pp=2", "model=somewhere"])
-    assert cfg.actor.train.pp == 2
-    with pytest.raises(errors.ConfigError, match="model=somewhere and prompts=None: give both"):
-        task.of(cfg)
-
-
 # Rows and columns
 
 
@@ -468,24 +433,6 @@ def test_texts_without_a_tokenizer(pool, actor, policy, bare):
         actor.generate_sequences(texts)
     with refused(pool, errors.CheckpointError, "has no tokenizer"):
         hf.PromptLoader([{"prompt": "ab"}], batch_size=1, tokenizer=bare)
-
-
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (None, r"there is no prompt file"),
-        ([], r"has no prompts"),
-        (['{"prompt": "a"}', '{"prompt": '], r"line 2 is not JSON"),
-        (['{"prompt": "a"}', '{"text": "b"}'], r"line 2 has no column 'prompt'"),
-        (['{"prompt": ""}'], r"line 1: column 'prompt' is empty"),
-    ],
-)
-def test_prompt_files_that_cannot_be_used(tmp_path, lines, says):
-    path = tmp_path / "prompts.jsonl"
-    if lines is not None:
-        path.write_text("\n".join(lines))
-    with pytest.raises(errors.PromptError, match=says):
-        hf.PromptLoader(path, batch_size=1)
 
 
 # Reward functions

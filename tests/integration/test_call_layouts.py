@@ -15,7 +15,6 @@ import hybridflow as hf
 from hybridflow.errors import ConfigError, PlacementError, WorkerError
 from hybridflow.placement import CallPlacement, GroupPlacement, Placement
 from hybridflow.topology import RankGrid
-from tests import tiny_models
 from tests.integration.matrix import Matrix
 from tests.tiny_models import make_prompts
 
@@ -51,16 +50,6 @@ class Followed(Matrix):
     @hf.register(hf.ONE_TO_ONE)
     def glance(self) -> torch.Tensor:
         return self.part.clone()
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory) -> Path:
-    return tiny_models.make_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 @contextmanager

@@ -239,23 +239,6 @@ WAYS = [("p2d2", "t2d2", "fsdp"), ("t2d2", "zero3", "zero1"), ("fsdp", "hsdp", "
 ADAM = hf.Adam(lr=0.02, eps=1e-3, warmup_steps=2, schedule="cosine", total_steps=8)
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture
-def fresh(cluster, settle) -> Iterator[None]:
-    """No part and no failure of an earlier test is in checkpoints."""
-    settle()
-    cluster.parts.clear()
-    cluster.states.clear()
-    yield
-    cluster.parts.clear()
-    cluster.states.clear()
-    cluster.iterations.done_before = 0  # of loops that a test did not begin
-
-
 def trained(actor: hf.WorkerGroup, seeds: range) -> list[float]:
     rows = [hf.BatchRef.from_batch(make_rows(8, seed=seed)) for seed in seeds]
     return [actor.update_actor(row, minibatches=2).get()["actor/grad_norm"] for row in rows]
@@ -264,7 +247,7 @@ def trained(actor: hf.WorkerGroup, seeds: range) -> list[float]:
 @pytest.mark.parametrize(
     "way", [*WAYS, ("lora-fsdp", "lora-p2t2", "lora-t2d2"), ("lora-t2d2", "lora-fsdp", "lora-p2t2")]
 )
-def test_training_continues_in_another_layout(pool, place, fresh, policy, tmp_path, way):
+def test_training_continues_in_another_layout(pool, place, no_parts, policy, tmp_path, way):
     """Three updates in one layout, and one each in three, through checkpoints: equal norms and weights."""
     alone = place(hf.ActorWorker, pool, name="alone", model=policy, train=LAYOUTS[way[0]], optim=ADAM)
     expected = trained(alone, range(3))
@@ -284,7 +267,7 @@ def test_training_continues_in_another_layout(pool, place, fresh, policy, tmp_pa
     assert max(float((weights[name] - moved[name]).abs().max()) for name in weights) < 1e-5
 
 
-def test_each_rank_writes_its_share(pool, fresh, policy, tmp_path):
+def test_each_rank_writes_its_share(pool, no_parts, policy, tmp_path):
     actor = hf.ActorWorker.on(pool, name="shares", model=policy, train=hf.FSDP(replicate=2), optim=ADAM)
     try:
         path = Path(hf.save(tmp_path / "saved", parts=[actor]))
@@ -298,7 +281,7 @@ def test_each_rank_writes_its_share(pool, fresh, policy, tmp_path):
 
 
 @pytest.fixture
-def group(pool, fresh, policy) -> Iterator[hf.WorkerGroup]:
+def group(pool, no_parts, policy) -> Iterator[hf.WorkerGroup]:
     actor = hf.ActorWorker.on(pool[0:2], name="actor", model=policy, train=hf.FSDP(), optim=ADAM)
     yield actor
     actor.close()
@@ -384,7 +367,7 @@ def test_what_does_not_belong_together_is_refused(group, pool, policy, tmp_path)
         changed.close()
 
 
-def test_a_checkpoint_of_another_use_is_refused(pool, fresh, policy, tmp_path):
+def test_a_checkpoint_of_another_use_is_refused(pool, no_parts, policy, tmp_path):
     """Of equal tensors that another model would compute otherwise with: scale of adapters, rotation, frozen weights."""
     lora = hf.LoRA(rank=2, alpha=8)
     turned = tiny_models.make_policy(tmp_path / "turned", rope_parameters={"rope_type": "default", "rope_theta": 99.0})
@@ -420,7 +403,7 @@ def test_a_failed_call_is_not_saved(group, tmp_path):
     assert not list(tmp_path.glob(".saved*"))
 
 
-def test_a_class_with_a_state_and_objects_of_the_driver_continue(pool, fresh, tmp_path):
+def test_a_class_with_a_state_and_objects_of_the_driver_continue(pool, no_parts, tmp_path):
     counter = hf.place(Counter, pool[0:2], name="counter")
     texts = loader()
     try:
@@ -456,7 +439,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(group, tmp_path, caplog):
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
-def test_random_numbers_continue(group, fresh, tmp_path):
+def test_random_numbers_continue(group, no_parts, tmp_path):
     path = hf.save(tmp_path / "saved", parts=[group])
     expected = torch.rand(3)
     hf.load(path, parts=[group])

@@ -19,18 +19,12 @@ from hybridflow.planner.elastic.policies import grow_actor, lend_actor, released
 from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State, applied
 from hybridflow.streams.elastic_devices import POLICIES, GroupSizes
 from hybridflow.streams.replica_calls import ReplicaCalls
-from tests import tiny_models
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = [{"prompt": text} for text in ("abc", "hello you", "xyz", "the end", "k", "a b c", "zz", "four")]
 SAMPLING = hf.Sampling(max_tokens=48, seed=5)
 ITERATIONS, MINIBATCHES, N = 2, 4, 2
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

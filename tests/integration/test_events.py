@@ -6,7 +6,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,11 +74,6 @@ def recorded(cluster, settle, tmp_path) -> Iterator[Callable[..., list[dict[str,
 
     yield recorded
     settle()
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 def loop(group: hf.WorkerGroup, **given: dict[str, Any]) -> Callable[[Any], Any]:

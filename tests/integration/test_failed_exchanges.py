@@ -48,13 +48,6 @@ class Picky(Matrix):
         return self.works
 
 
-@pytest.fixture(scope="module")
-def other_pool(cluster) -> Iterator[hf.ResourcePool]:
-    """Two more hosts, which share no torch world with the first four."""
-    with hf.ResourcePool([2]) as pool:
-        yield pool
-
-
 def test_a_rank_that_cannot_begin_leaves_the_destination_as_it_was(pool, other_pool, place, settle):
     source, destination = place(Matrix, pool[0:3]), place(Matrix, other_pool)
     source.fill(1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import datasets
 import pytest
@@ -12,11 +11,6 @@ import hybridflow as hf
 from tests import tiny_models
 
 RECORDS = [{"question": f"{word} is", "answer": word} for word in ("red", "green", "blue", "grey", "white")]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("models") / "policy")
 
 
 def test_prompts_of_a_dataset_come_with_workers_and_continue(pool, policy, settle, left_behind):

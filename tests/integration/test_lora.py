@@ -38,11 +38,6 @@ class Observed:
     reference: hf.Batch
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
 def stored(batch: hf.Batch, group: hf.WorkerGroup) -> hf.BatchRef:
     return hf.BatchRef.from_batch(batch)
 

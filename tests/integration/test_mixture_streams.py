@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-
-import pytest
 
 import hybridflow as hf
-from tests import tiny_models
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("models") / "policy")
 
 
 def mixture(steps: int = 6) -> hf.Mixture:

@@ -37,11 +37,6 @@ class LocatedCritic(Located, hf.CriticWorker):
     pass
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
 def test_actor_and_critic_train_in_the_same_processes(pool, policy, tmp_path):
     """(1, 2, 2) and (2, 1, 2) in four hosts, taking turns."""
     classifier = tiny_models.make_classifier(tmp_path)

@@ -9,16 +9,10 @@ import pytest
 import torch
 
 import hybridflow as hf
-from tests import tiny_models
 
 RECORDS = [
     {"prompt": f"{word} is", "chosen": word, "rejected": "not " + word} for word in ("red", "green", "blue", "grey")
 ]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("models") / "policy")
 
 
 def pairs(policy: Path, **options) -> hf.TextLoader:

@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hybridflow as hf
-from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.errors import ConfigError, ModelError, PlacementError, WorkerError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.planner.cost.resident_memory import PlacedGroup
 from hybridflow.topology import RankGrid
 from tests import tiny_models
+from tests.integration.shown_actor import ADAM, Shown
 from tests.tiny_models import make_prompts, make_rows
 
-Tensors = dict[str, dict[str, torch.Tensor]]
 # (p, t, d), and how many of the eight devices
 JOURNEY = [((1, 4, 2), 8), ((4, 1, 2), 8), ((1, 1, 4), 4), ((2, 2, 2), 8)]
 TOLERANCE = 1e-5  # relative, of losses and gradient norms
 SAMPLING_TOLERANCE = 1e-3  # nats per token, between vLLM and Megatron in float32
 FRAGILE = "fragile"
-ADAM = hf.Adam(lr=1e-3, schedule="linear", warmup_steps=3, total_steps=50)
 
 
 remembered: list[StorageWeakRef] = []
 """Of this process; see `Watched.remember`."""
 
 
-class Watched(hf.ActorWorker):
-    """An actor that shows what it keeps, and cannot generate at t = 2 while its checkpoint is marked so."""
+class Watched(Shown):
+    """It shows what it keeps, and cannot generate at t = 2 while its checkpoint is marked so."""
 
     def open_generation(self) -> None:
         if self.context.grid.t == 2 and (self.checkpoint / FRAGILE).exists():
             raise RuntimeError("no generation here")
         super().open_generation()
-
-    @hf.register(hf.ONE_TO_ALL)
-    def optimizer_state(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """Kind -> canonical tensors, whole, and the counters; on rank 0."""
-        engine, rank = self.engine, self.context.rank
-        layout = engine.optimizer_layout()
-        group = self.context.groups.everyone() if self.context.grid.size > 1 else None
-        kinds = {}
-        with self.resident():
-            for kind, storage in engine.optimizer_storage().items():
-                kinds[kind] = {name: torch.empty(shape) for name, shape in layout.tensors.items()} if rank == 0 else {}
-                execute(plan(layout, gathered(layout)), storage, kinds[kind], group, rank)
-        return (kinds, engine.optimizer_counters()) if rank == 0 else None
 
     @hf.register(hf.ONE_TO_ALL)
     def remember(self) -> int:
@@ -84,16 +65,6 @@ class Plain:
     def nothing(self) -> None: ...
 
 
-def gathered(layout: Layout) -> Layout:
-    """Every tensor whole on rank 0."""
-
-    def regions(rank: int) -> list[Region]:
-        everything = layout.tensors.items() if rank == 0 else ()
-        return [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in everything]
-
-    return Layout(layout.tensors, layout.ranks, regions)
-
-
 def strategy(p: int, t: int) -> hf.Megatron:
     return hf.Megatron(pp=p, tp=t)
 
@@ -101,12 +72,6 @@ def strategy(p: int, t: int) -> hf.Megatron:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"), num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def other_pool(cluster) -> Iterator[hf.ResourcePool]:
-    with hf.ResourcePool([2]) as pool:
-        yield pool
 
 
 def test_training_goes_on_in_every_layout(hosts, policy, other_pool):
@@ -128,12 +93,12 @@ def test_training_goes_on_in_every_layout(hosts, policy, other_pool):
             else:
                 break
             pending = moves.compute_log_prob(batch)
-            before, counters = moves.optimizer_state().get()[0]
+            before, counters = moves.whole_state().get()[0]
             assert hf.reallocate(moves, **to) is moves
-            after, counters_after = moves.optimizer_state().get()[0]
+            after, counters_after = moves.whole_state().get()[0]
             assert (moves.grid.p, moves.grid.t, moves.grid.d) == (p, t, d)
             assert len(moves.where().get()) == p * t * d
-            assert set(before) == {"main", "exp_avg", "exp_avg_sq"}
+            assert set(before) == {"main", "exp_avg", "exp_avg_sq", "weights"}
             for kind, tensors in before.items():
                 assert all(torch.equal(after[kind][name], value) for name, value in tensors.items()), kind
             assert any(value.any() for value in before["exp_avg"].values())
@@ -163,7 +128,7 @@ def test_an_actor_generates_before_and_after(pool, policy):
     try:
         actor.update_actor(hf.BatchRef.from_batch(make_rows(8)))
         drawn = [actor.generate_sequences(prompts)]
-        before = actor.optimizer_state().get()[0]
+        before = actor.whole_state().get()[0]
         with pytest.raises(
             WorkerError, match=r"no generation here\ngenerating was not moved: it is still at \(p,t,d\)=\(1,1,2\), "
         ):
@@ -179,8 +144,8 @@ def test_an_actor_generates_before_and_after(pool, policy):
         assert actor.members == (1, 2)
         assert actor.remembered_bytes().get() == [0, None]  # although vLLM has frozen what Python would collect
         assert (actor.grid.t, actor.grid.t_g, actor.settings["generate"].tp) == (2, 2, 2)
-        after = actor.optimizer_state().get()[0]
-        assert set(after[0]) == {"main", "momentum_buffer"}
+        after = actor.whole_state().get()[0]
+        assert set(after[0]) == {"main", "momentum_buffer", "weights"}
         for kind in after[0]:
             assert all(torch.equal(after[0][kind][name], value) for name, value in before[0][kind].items())
         for batch in drawn:

@@ -13,17 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import controls
-from recipes import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 LIMIT = 0.05
-
-
-@pytest.fixture(scope="module")
-def task() -> arithmetic.ArithmeticFiles:
-    """The small model where the quickstart keeps it: made once, by whoever comes first."""
-    return arithmetic.make(ROOT / ".cache")
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes import arithmetic, run_all, tools
+from recipes import run_all, tools
 from recipes.small_model import SmallModel
 from tests.warm_programs import WarmPrograms
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("task")]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def task() -> arithmetic.ArithmeticFiles:
-    """The small model where the quickstart keeps it: made once, by whoever comes first."""
-    return arithmetic.make(ROOT / ".cache")
 
 
 def figures(warm: WarmPrograms, recipe: str, home: Path, *arguments: str) -> list[dict[str, float]]:

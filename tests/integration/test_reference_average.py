@@ -17,11 +17,6 @@ pytestmark = pytest.mark.usefixtures("no_parts")
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
 def weights(group: hf.WorkerGroup, path: Path) -> Weights:
     return load_file(Path(group.save(path, dtype="float32")) / "model.safetensors")
 

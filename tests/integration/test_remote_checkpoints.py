@@ -24,14 +24,15 @@ from hybridflow.engines.checkpoint.manifest import MANIFEST, saved_steps
 from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.run import checkpoints as module
-from hybridflow.run.uploads import Uploads
+from hybridflow.run.checkpoint_store import CheckpointStore
 from hybridflow.tracking.run_lock import RunLock
 from tests import tiny_models
 from tests.integration.test_checkpoints import DRIVER, ROOT, STEPS, Runs, records, runs, undisturbed
-from tests.integration.test_training_run import Loader, fresh
+from tests.integration.test_training_run import Loader
 from tests.s3_server import S3Server
 
-__all__ = ["fresh", "runs", "undisturbed"]
+__all__ = ["runs", "undisturbed"]
+pytestmark = pytest.mark.usefixtures("no_parts")
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_a_checkpoint_that_is_being_sent_stays_here(cluster, address, tmp_path, 
 
 def test_the_lock_is_kept_until_the_upload_has_ended(cluster, address, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_END_SECONDS", 0.2)
-    put, release, stop = RemoteDirectory.put, RunLock.release, Uploads.stop
+    put, release, stop = RemoteDirectory.put, RunLock.release, CheckpointStore.stop
     goes_on, sending = Event(), list[bool]()
 
     def slow(*given: Any) -> None:
@@ -158,7 +159,7 @@ def test_the_lock_is_kept_until_the_upload_has_ended(cluster, address, tmp_path,
         time.sleep(0.5)
         put(*given)
 
-    def stopping(self: Uploads, *seconds: float) -> None:
+    def stopping(self: CheckpointStore, *seconds: float) -> None:
         goes_on.set()
         stop(self, *seconds)
 
@@ -167,11 +168,11 @@ def test_the_lock_is_kept_until_the_upload_has_ended(cluster, address, tmp_path,
         release(self)
 
     monkeypatch.setattr(RemoteDirectory, "put", slow)
-    monkeypatch.setattr(Uploads, "stop", stopping)
+    monkeypatch.setattr(CheckpointStore, "stop", stopping)
     monkeypatch.setattr(RunLock, "release", released)
     run = hf.Run(address, staging=tmp_path / "here", console=False, every=1)
-    assert run.checkpoints._uploads is not None
-    uploads = run.checkpoints._uploads
+    assert run.checkpoints._store is not None
+    uploads = run.checkpoints._store
     train(cluster, run, until=1)
     assert sending
     assert not any(sending)
@@ -203,8 +204,8 @@ def test_a_run_whose_checkpoints_were_not_sent_says_so(cluster, server, tmp_path
             done.append(run.checkpoints.done)
             if done[-1] == 3:
                 run.checkpoints._report(wait=True)
-                assert run.checkpoints._uploads is not None
-                run.checkpoints._uploads.wait(60)
+                assert run.checkpoints._store is not None
+                run.checkpoints._store.wait(60)
                 server.stop()
 
     with pytest.raises(CheckpointError, match=r"step-00000006, step-00000004.* is not at s3://runs/down/checkpoints"):
@@ -311,33 +312,34 @@ def test_a_state_that_was_not_sent_is_saved_again(cluster, address, staging, mon
     close(cluster)
 
 
+def start(server: S3Server, runs: Runs, home: Path, address: str) -> subprocess.Popen[bytes]:
+    """A driver with checkpoints at the address, on a machine of its own."""
+    home.mkdir()
+    words = [str(home), str(runs.model), str(runs.prompts), str(STEPS), "every=2", "record=1", f"checkpoints={address}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HYBRIDFLOW_STAGING": str(home / "staging")}
+    environment |= server.environment | runs.warm.environment
+    with (home / "log.txt").open("wb") as log:
+        return subprocess.Popen([*runs.warm.command, str(DRIVER), *words], stdout=log, stderr=log, env=environment)
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_during_an_upload_continues_elsewhere(server, runs: Runs, undisturbed, tmp_path):
     """The second machine has nothing but the address. It ends as the undisturbed run."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | server.environment | runs.warm.environment
-
-    def start(machine: str, **options: Any) -> subprocess.Popen[bytes]:
-        run = tmp_path / machine
-        run.mkdir()
-        words = [str(run), str(runs.model), str(runs.prompts), str(STEPS), "every=2", "record=1"]
-        words += ["checkpoints=s3://runs/killed", *(f"{key}={value}" for key, value in options.items())]
-        staged = environment | {"HYBRIDFLOW_STAGING": str(run / "staging")}
-        with (run / "log.txt").open("wb") as log:
-            return subprocess.Popen([*runs.warm.command, str(DRIVER), *words], stdout=log, stderr=log, env=staged)
 
     def kill(method: str, path: str) -> None:
         if method == "PUT" and "step-00000004/critic/" in path and first.poll() is None:
             first.send_signal(signal.SIGKILL)
             first.wait()
 
-    first = start("first")
+    first = start(server, runs, tmp_path / "first", "s3://runs/killed")
     server.before = kill
     assert first.wait(280) == -signal.SIGKILL, (tmp_path / "first/log.txt").read_text()[-4000:]
     server.before = lambda method, path: None
     left = objects(server, "killed/step-00000004/")
     assert left
     assert not any(name.endswith(MANIFEST) for name in left)
-    assert start("second").wait(280) == 0, (tmp_path / "second/log.txt").read_text()[-4000:]
+    second = start(server, runs, tmp_path / "second", "s3://runs/killed")
+    assert second.wait(280) == 0, (tmp_path / "second/log.txt").read_text()[-4000:]
     one, two = records(tmp_path / "second"), records(undisturbed)
     assert sorted(one) == [3, 4, 5, 6]
     assert all(one[step] == two[step] for step in one)
@@ -356,21 +358,7 @@ def objects(server: S3Server, prefix: str) -> list[str]:
 @pytest.mark.slow
 def test_a_minute_without_the_server_loses_nothing(server, runs: Runs, undisturbed, tmp_path):
     """It is stopped after the first checkpoint, and started again when the run waits for it at its end."""
-    run = tmp_path / "run"
-    run.mkdir()
-    words = [
-        str(run),
-        str(runs.model),
-        str(runs.prompts),
-        str(STEPS),
-        "every=2",
-        "record=1",
-        "checkpoints=s3://runs/down",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HYBRIDFLOW_STAGING": str(run / "staging")}
-    environment |= server.environment | runs.warm.environment
-    with (run / "log.txt").open("wb") as log:
-        driver = subprocess.Popen([*runs.warm.command, str(DRIVER), *words], stdout=log, stderr=log, env=environment)
+    driver = start(server, runs, run := tmp_path / "run", "s3://runs/down")
     while not any("down/step-00000002" in path and path.endswith(MANIFEST) for path in server.sent()):
         assert driver.poll() is None, (run / "log.txt").read_text()[-4000:]
         time.sleep(0.05)

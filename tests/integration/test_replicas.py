@@ -9,7 +9,7 @@ import hybridflow as hf
 from hybridflow.errors import ReplicaError
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from tests.tiny_models import make_policy, make_rows
+from tests.tiny_models import make_rows
 
 STRATEGIES = {
     "megatron": hf.Megatron(),
@@ -31,11 +31,6 @@ class Flipped(hf.ActorWorker):
             trained = self.engine.storage() if adapters is None else adapters.storage
             largest = max(trained.values(), key=torch.Tensor.numel)
             largest.detach().view(-1)[3:4].view(torch.int32).bitwise_xor_(1)
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

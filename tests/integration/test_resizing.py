@@ -19,7 +19,6 @@ from hybridflow.models.hf_spec import read_spec
 from hybridflow.planner.cost.resident_memory import PlacedGroup
 from hybridflow.streams.elastic_devices import GroupSizes, Resized
 from hybridflow.topology import RankGrid
-from tests import tiny_models
 from tests.integration import resizing_driver
 from tests.integration.shown_actor import ADAM, Shown, Tensors
 from tests.tiny_models import make_rows
@@ -34,11 +33,6 @@ STRATEGIES = {
     "zero1": (hf.ZeRO(stage=1), (1, 2, 4)),
     "zero3": (hf.ZeRO(stage=3), (1, 2, 4)),
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +15,11 @@ from hybridflow.cluster.batch_ref import LaterBatch
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, ProtocolError, WorkerError
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from tests import tiny_models
 from tests.tiny_models import make_prompts
 
 SAMPLING = hf.Sampling(max_tokens=12, seed=5, n=2, ignore_eos=True)
 COLUMNS = ("response_ids", "log_probs", "policy_version", "num_tokens", "finished", "temperature", "response")
 Rows = dict[tuple[int, int], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError
-from tests import tiny_models
 from tests.tiny_models import make_rows
 
 pytestmark = pytest.mark.usefixtures("no_parts")
@@ -22,11 +21,6 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
     "lora": (hf.FSDP(lora=hf.LoRA(rank=2)), ADAM),
     "sgd": (hf.FSDP(), hf.SGD(lr=0.02, momentum=0.5, schedule="linear", total_steps=10, min_lr=0.002)),
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 def update(actor: hf.WorkerGroup, seed: int) -> float:

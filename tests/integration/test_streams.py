@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +20,6 @@ SAMPLING = hf.Sampling(max_tokens=6, seed=5)
 
 def early_letters(completions: list[str]) -> list[float]:
     return [sum(letter in "abcdefgh" for letter in text) / 6 for text in completions]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, WorkerError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
-from tests import tiny_models
 from tests.integration.matrix import COLUMNS, ROW_BLOCKS, ROWS, Matrix, whole
 from tests.tiny_models import make_prompts, make_rows
 
@@ -57,18 +56,6 @@ class Plain:
 
 def count_words(prompts, completions):
     return [float(len(text.split())) for text in completions]
-
-
-@pytest.fixture(scope="module")
-def other_pool(cluster) -> Iterator[hf.ResourcePool]:
-    """Two more hosts, which share no torch world with the first four."""
-    with hf.ResourcePool([2]) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 # Any placement

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 import hybridflow as hf
 from hybridflow.errors import ConfigError, HostLostError
 from recipes.small_model import SmallModel
+
+pytestmark = pytest.mark.usefixtures("no_parts")
 
 
 class Loader:
@@ -55,15 +56,6 @@ class HeldOut:
 
 def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def fresh(cluster) -> Iterator[None]:
-    """No loader or tracker of another test is saved or loaded."""
-    cluster.parts.clear()
-    yield
-    cluster.parts.clear()
-    cluster.iterations.done_before = 0
 
 
 def make(directory: Path, held_out: Any, **settings: Any) -> hf.Run:

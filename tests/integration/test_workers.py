@@ -51,16 +51,6 @@ class Observed:
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory) -> Path:
-    return tiny_models.make_classifier(tmp_path_factory.mktemp("classifier"))
-
-
-@pytest.fixture(scope="module")
 def observe(pool, policy, tmp_path_factory) -> Callable[[str], Observed]:
     """The outcome of a placement, by its name; run when it is first asked for."""
     known: dict[str, Observed] = {}

@@ -74,6 +74,10 @@ def test_settings_are_named_and_wrong_ones_refused(recipe):
         ("actor.optim.beta=1", "there is no setting 'actor.optim.beta'. Did you mean 'actor.optim.betas'"),
         ("actor.train.zero=1", "there is no setting 'actor.train.zero'. Known: tp, pp, dp"),
         ("actor.optim.lr=-1", r"actor.optim: Adam\(lr=-1\): must be at least 0"),
+        ("--step=3", r"there is no setting 'step'. Did you mean 'steps'\?"),
+        ("devices=[2", r"devices=\[2: while parsing"),
+        ("actor=3", "actor=3 replaces the settings "),
+        ("actor.train.stage_layers=[1,1]", r"actor.train: Megatron\(stage_layers=\(1, 1\)\): give one whole number"),
         ("evaluate_every=15", "checkpoint_every as a multiple of"),
     ):
         with pytest.raises(ConfigError, match=message):

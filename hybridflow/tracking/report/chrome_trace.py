@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.tracking.report.record import CALLS, read_events
+from hybridflow.tracking.report.record import read_events
+from hybridflow.tracking.report.run_files import CALLS
 
 Record = Mapping[str, Any]
 _DRIVER = 0  # its process id in the trace

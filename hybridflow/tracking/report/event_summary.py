@@ -6,16 +6,15 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from hybridflow.settings import is_number
-from hybridflow.tracking.report.run_files import RunFiles, rounded
+from hybridflow.tracking.report.run_files import RunFiles, is_event, rounded
 
 Interval = tuple[float, float]
 KINDS = ("call", "transfer", "wait", "switch", "stage")  # the last two are parts of a call
 DRIVER = "driver"
 _SIZES = ("bytes_in", "bytes_out", "rows", "tokens", "memory_before", "memory_after", "peak")
-_TIMES, _WAIT_TIMES = ("start", "ready", "end"), ("start", "end", "end")
 _MARKS = ("restart", "skipped", "note")
 _MOST_VIEWS, _MOST_EVENTS = 12, 30_000
 _LIMITS_STEPS = 24
@@ -39,24 +38,17 @@ class Activity(NamedTuple):
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Activity | None:
         """None for an event of another kind or without usable times."""
-        kind, step, seq = event.get("kind"), event.get("step"), event.get("seq", 0)
-        times = [event.get(name) for name in (_WAIT_TIMES if kind == "wait" else _TIMES)]
-        if kind not in KINDS or type(step) is not int or not all(is_number(time) for time in times):
+        kind, step = event.get("kind"), event.get("step")
+        if kind not in KINDS or type(step) is not int or not is_event(event) or event["start"] > event["end"]:
             return None
-        start, ready, end = cast("list[float]", times)
-        ready = min(max(ready, start), end)
-        names = [event.get(name) for name in ("role", "method", "pool")]
-        rank, device = event.get("rank"), DRIVER
-        if kind == "wait":
-            names = [DRIVER, str(event.get("what", kind)), ""]
-        elif all(isinstance(name, str) for name in names) and type(rank) is int and type(seq) is int:
-            device = f"{names[2]}/{rank}"
-        else:
-            return None
+        start, end = event["start"], event["end"]
+        ready = min(max(event.get("ready", end), start), end)
         sizes = [size if is_number(size := event.get(name)) else None for name in _SIZES]
-        role, method, _ = cast("list[str]", names)
-        failed = event.get("failed") is True
-        return cls(kind, step, seq, role, method, device, start, ready, end, sizes, failed) if start <= end else None
+        what, failed = str(event.get("what", kind)), event.get("failed") is True
+        if kind == "wait":
+            return cls(kind, step, 0, DRIVER, what, DRIVER, start, end, end, sizes, failed)
+        device = f"{event['pool']}/{event['rank']}"
+        return cls(kind, step, event["seq"], event["role"], event["method"], device, start, ready, end, sizes, failed)
 
     @property
     def memory(self) -> float:

@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ from hybridflow.cluster.iterations import Incident
 from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.call_events import Event
 from hybridflow.errors import ConfigError
-from hybridflow.settings import is_number
-from hybridflow.tracking.report.run_files import RunFiles, as_object
+from hybridflow.tracking.report.run_files import RunFiles, as_object, is_event
 from hybridflow.tracking.report.utilization import mfu, peak_flops
 
 logger = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
-CALLS = ("call", "transfer", "switch", "stage")
 
 
 def as_record(event: Event | Incident, step: int) -> dict[str, Any]:
@@ -51,21 +48,12 @@ def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise ConfigError(f"there is no {path}: give the directory of a run that hf.Tracker has written.")
     events = list[dict[str, Any]]()
     for number, (_, text) in enumerate(RunFiles(path.parent).raw_lines(path.name), 1):
-        if (event := as_object(text)) is not None and _is_event(event):
+        if (event := as_object(text)) is not None and is_event(event):
             events.append(event)
         elif text.strip() and text.endswith(b"\n"):
             line = text[:-1][:80]
             raise ConfigError(f"{path}, line {number} is not an event: {line!r}. Is this a run's events.jsonl?")
     return sorted(events, key=lambda event: event.get("end", event.get("time", 0.0)))
-
-
-def _is_event(found: Mapping[str, Any]) -> bool:
-    kind = found.get("kind")
-    names = ("role", "method", "pool") if kind in CALLS else ()
-    numbers = (*(("time",) if kind == "run" else ("start", "end")), *(("rank", "seq", "ready") if names else ()))
-    texts = (kind, *(found.get(name) for name in names))
-    values = (found.get(name) for name in numbers)
-    return all(isinstance(text, str) for text in texts) and all(is_number(n) and abs(n) < 1e12 for n in values)
 
 
 class EventRecorder:

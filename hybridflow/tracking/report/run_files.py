@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from hybridflow.errors import ConfigError
+from hybridflow.settings import is_number
 
+CALLS = ("call", "transfer", "switch", "stage")  # events of devices
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json")
 
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
@@ -85,6 +87,16 @@ def as_object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def is_event(found: Mapping[str, Any]) -> bool:
+    """Whether it has what each event of its kind has in events.jsonl."""
+    kind = found.get("kind")
+    names = ("role", "method", "pool") if kind in CALLS else ()
+    numbers = (*(("time",) if kind == "run" else ("start", "end")), *(("rank", "seq", "ready") if names else ()))
+    texts = (kind, *(found.get(name) for name in names))
+    values = (found.get(name) for name in numbers)
+    return all(isinstance(text, str) for text in texts) and all(is_number(n) and abs(n) < 1e12 for n in values)
 
 
 def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -180,7 +180,7 @@ def steps(root: Path) -> list[int]:
 def test_the_newest_and_the_best_stay(options, kept, tmp_path):
     for step, reward in enumerate([0.1, 0.9, -0.5, None, 0.3, 0.2], start=1):
         make_checkpoint(tmp_path, step, ranks=1, reward=reward, **({"loss": 1.0} if step in (2, 4) else {}))
-    policy(tmp_path, **options)._prune()
+    policy(tmp_path, **options)._store.prune()
     assert steps(tmp_path) == kept
     for path in saved_steps(tmp_path):
         verify(path)
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step, ranks=1, reward=float(-step))
     (step_directory(tmp_path, 1) / "actor/config").unlink()
-    policy(tmp_path, keep=1, best="reward")._prune()
+    policy(tmp_path, keep=1, best="reward")._store.prune()
     assert steps(tmp_path) == [3, 2]
 
 
@@ -199,7 +199,7 @@ def test_pruning_outlives_strange_directories(tmp_path, caplog):
         make_checkpoint(tmp_path, step, ranks=1)
     (tmp_path / "step-00000001").write_text("a file")
     (tmp_path / "step-00000002").symlink_to("/")
-    policy(tmp_path, keep=1)._prune()
+    policy(tmp_path, keep=1)._store.prune()
     assert steps(tmp_path) == [4]
     assert policy(tmp_path).newest == step_directory(tmp_path, 4)
     make_checkpoint(tmp_path, 5, ranks=1)
@@ -225,6 +225,8 @@ def test_remains_are_removed_before_a_run_continues_and_checkpoints_are_not(tmp_
     (tmp_path / ".step-00000002.partial/actor").mkdir(parents=True)
     (tmp_path / ".step-00000003.removed").symlink_to(tmp_path / "step-00000001")
     (tmp_path / ".step-00000004.partial").write_text("")
-    assert list(policy(tmp_path)._candidates(None)) == [step_directory(tmp_path, 1)]
+    store = policy(tmp_path)._store
+    store.open()
+    assert list(store.steps()) == [step_directory(tmp_path, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     verify(step_directory(tmp_path, 1))

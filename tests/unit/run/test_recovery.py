@@ -113,7 +113,7 @@ def test_pools_that_are_half_rebuilt_are_replaced_too(session, monkeypatch):
     """Also where their new hosts live: their groups are not built."""
     backend = placed(session)
     moment = SimpleNamespace(sources=dict.fromkeys("abc", "d"), step=3)
-    for name, found in (("_keeps_state", False), ("_at", True), ("_step_back", None), ("follow", None)):
+    for name, found in (("_keep_state", False), ("_at", True), ("_step_back", None), ("follow", None)):
         monkeypatch.setattr(recovery, name, lambda *_, found=found: found)
     first, second = session.pools
     backend.gone = {second.hosts[0].address}

@@ -1,4 +1,5 @@
-"""Uploads: the checkpoints of a run at an address such as s3://bucket/run, sent by a thread of the driver.
+"""CheckpointStore: the checkpoints of a run in a directory, and copies at an address such as s3://bucket/run, sent by a
+thread of the driver.
 
 A checkpoint is complete in the staging directory before it is sent, newest first, and complete at the address when its
 manifest is there, which is sent last. What was sent before, by this process or one that was killed, is not sent again.
@@ -11,15 +12,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
     FileEntry,
     best_step,
+    complete_steps,
+    discard,
+    leftovers,
+    remove,
     saved_steps,
     set_aside,
     step_directory,
@@ -27,7 +33,7 @@ from hybridflow.engines.checkpoint.manifest import (
 )
 from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory
 from hybridflow.errors import CheckpointError
-from hybridflow.settings import require
+from hybridflow.settings import is_address, local_path, require, staging_directory
 
 logger = logging.getLogger(__name__)
 ENDED = "ended"  # the file of a run that has ended
@@ -36,19 +42,29 @@ _SENT = ".sent"  # in a checkpoint: which of its files are at the address
 _LOOK_SECONDS, _FIRST_RETRY, _LONGEST_RETRY = 0.5, 1.0, 60.0
 
 
-class Uploads:
-    """Keeps the checkpoints of the local directory `staging` at an address too, with the same `keep` and `best`.
+class CheckpointStore:
+    """The checkpoints in a local directory, of which the newest `keep` and the `best` stay; of a run at an `address`
+    this directory is `staging`, and the same checkpoints are at the address, too.
 
     `there` are the metrics of the checkpoints that are complete at the address, by step, newest first. One process
-    sends to an address at a time. Errors: as RemoteDirectory.
+    sends to an address at a time. Errors: as RemoteDirectory; ConfigError for a file.
     """
 
     def __init__(
-        self, address: str | os.PathLike[str], staging: str | os.PathLike[str], keep: int, best: str | None
+        self,
+        address: str | os.PathLike[str],
+        staging: str | os.PathLike[str] | None,
+        keep: int,
+        best: str | None,
     ) -> None:
-        self.remote, self.staging, self._keep, self._best = RemoteDirectory(address), Path(staging), keep, best
+        self.remote: Any = RemoteDirectory(address) if is_address(address) else None
+        staging = staging_directory(self.remote.address) if self.remote and staging is None else staging
+        self.directory = Path(os.path.abspath(local_path(address if staging is None else staging)))
+        if os.path.lexists(self.directory):
+            require(self.directory.is_dir(), f"Checkpoints({str(address)!r}): this is a file. Give a directory.")
+        self._keep, self._best = keep, best
         self.there: dict[int, Mapping[str, float | None]] = {}
-        self.sending: Path | None = None  # kept here meanwhile
+        self._sending: Path | None = None  # kept here meanwhile
         self._ended = ""  # the mark at the address
         self._begun = set[int]()  # steps with files at the address that are not complete
         self._known: dict[int, Mapping[str, float | None] | None] = {}  # those here; None: damaged
@@ -56,57 +72,94 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._wake, self._stopped = threading.Event(), False
 
+    @property
+    def newest(self) -> Path | None:
+        """The newest that is complete here; its files are not read."""
+        return next((path for path, _ in complete_steps(self.directory)), None)
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step and the value of the best checkpoint, which may be at the address only."""
+        if not self._best:  # else all manifests were read at every save
+            return None
+        here = ((one.step, one.metrics) for _, one in complete_steps(self.directory))
+        return best_step([*here, *self.there.items()], self._best)
+
+    def prune(self) -> int | None:
+        """Remove those that are not kept; the oldest step that is, if there were others."""
+        kept, surplus = (found := saved_steps(self.directory))[: self._keep], found[self._keep :]
+        best, _ = (self.best if surplus else None) or (None, 0.0)
+        for path in surplus:
+            if step_of(path) != best and path != self._sending:  # a slow one would never be complete
+                try:
+                    remove(path)
+                except OSError as error:  # the run does not need it to be gone
+                    logger.warning("%s cannot be removed: %s", path, error)
+        return step_of(kept[-1]) if surplus else None
+
+    def end(self, mark: str) -> None:
+        """Note that the run has ended."""
+        with suppress(OSError):
+            (self.directory / ENDED).write_text(mark)
+
+    def has_ended(self, steps: int | None) -> bool:
+        """Whether the run has ended, and a loader of this number of steps would not continue it."""
+        here = [] if self.newest is None else [step_of(self.newest) or 0]
+        done, mark = max([*self.there, *here], default=None), self._mark_here()
+        whole = done is not None and steps is not None and done >= steps
+        return bool(mark) and done is not None and (whole or mark == f"{done} of {steps}")
+
+    def _mark_here(self) -> str:
+        with suppress(OSError):
+            return (self.directory / ENDED).read_text().strip()
+        return ""
+
     # What is there, before the thread runs
 
     def open(self) -> None:
-        """Look at what is there; checkpoints here that a run elsewhere has replaced there are set aside.
+        """Remove what interrupted saves have left, and look at what is at the address; checkpoints here that a run
+        elsewhere has replaced there are set aside.
 
         Errors: CheckpointError; ConfigError for the staging directory of another address."""
+        for path in leftovers(self.directory):
+            with suppress(OSError):
+                discard(path)
+        if self.remote is None:
+            return
         if self._thread is not None:
             self.stop()
             self._thread.join()
-        self._take_staging()
-        manifests = self.remote.complete_steps()
-        self._known, self.there = {}, {step: one.metrics for step, one in manifests.items()}
-        self._set_aside({step: one.id for step, one in manifests.items()})
-        names = self.remote.sizes()
-        steps = {step_of(Path(name.partition("/")[0])) for name in names}
-        self._begun = {step for step in steps if step is not None} - self.there.keys()
-        self._ended = self.remote.read(ENDED).decode(errors="replace").strip() if ENDED in names else ""
-        if self._ended:
-            (self.staging / ENDED).write_text(self._ended)
-
-    def _take_staging(self) -> None:
-        """Errors: ConfigError for the staging directory of another address; CheckpointError."""
-        name = self.staging / _ADDRESS
+        name = self.directory / _ADDRESS
         try:
-            self.staging.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             found = name.read_text() if name.exists() else ""
             require(
                 found in ("", self.remote.address),
-                f"{self.staging} has the checkpoints of {found}, not those of {self.remote.address}: give this run a "
+                f"{self.directory} has the checkpoints of {found}, not those of {self.remote.address}: give this run a "
                 f"staging= of its own, or remove {name} if the address was renamed.",
             )
             name.write_text(self.remote.address)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be written: {error.strerror}.") from error
-
-    def _set_aside(self, ids: Mapping[int, str]) -> None:
-        """Where a checkpoint here is another one than that with its step at the address, which have these `ids`, move
-        all that are not those at the address."""
-        paths = {step_of(path) or 0: path for path in saved_steps(self.staging)}
-        found = dict[int, str]()
-        for step in paths.keys() & ids.keys():
-            with suppress(CheckpointError):  # a damaged one is fetched again
-                found[step] = CheckpointManifest.read(paths[step]).id
-        if any(id != ids[step] for step, id in found.items()):
-            gone = [path for step, path in paths.items() if step not in found or found[step] != ids[step]]
-            aside = set_aside(self.staging, gone)
+        manifests = self.remote.complete_steps()
+        self._known, self.there = {}, {step: one.metrics for step, one in manifests.items()}
+        ids = {step: one.id for step, one in manifests.items()}
+        here = {one.step: one.id for _, one in complete_steps(self.directory)}
+        if any(ids.get(step, own) != own for step, own in here.items()):
+            paths = {step_of(path) or 0: path for path in saved_steps(self.directory)}
+            gone = [path for step, path in paths.items() if here.get(step, "") != ids.get(step)]
+            aside = set_aside(self.directory, gone)
             logger.warning("%s is another run's: %d checkpoints here are in %s", self.remote.address, len(gone), aside)
+        names = self.remote.sizes()
+        steps = {step_of(Path(name.partition("/")[0])) for name in names}
+        self._begun = {step for step in steps if step is not None} - self.there.keys()
+        self._ended = self.remote.read(ENDED).decode(errors="replace").strip() if ENDED in names else ""
+        if self._ended:
+            self.end(self._ended)
 
     def steps(self) -> Generator[Path]:
         """The checkpoints of the run, newest first, those here before those at the address, which are fetched."""
-        here = {step_of(path) or 0: path for path in saved_steps(self.staging)}
+        here = {step_of(path) or 0: path for path in saved_steps(self.directory)}
         for step in sorted({*here, *self.there}, reverse=True):
             if step in here:
                 yield here[step]
@@ -115,23 +168,28 @@ class Uploads:
 
     def fetch(self, step: int) -> Path:
         """The checkpoint, copied to the staging directory. Errors: CheckpointError."""
-        target = step_directory(self.staging, step)
+        target = step_directory(self.directory, step)
         logger.warning("fetching %s from %s", target.name, self.remote.address)
         return self.remote.fetch_checkpoint(target.name, target)
 
-    def continue_from(self, step: int | None) -> None:
-        """Move the checkpoints that are not the past of `step` (None: all) to `<address>.1`, or the next free number.
+    def continue_from(self, step: int | None, beside: Sequence[Path] = ()) -> None:
+        """Move the checkpoints that are not the past of `step` (None: all), and `beside`, to `<directory>.1` and
+        `<address>.1`, or the next free number; files are kept.
 
         Errors: CheckpointError."""
-        gone = [one for one in self.there if step is None or one > step]
-        if gone:
+        (self.directory / ENDED).unlink(missing_ok=True)
+        gone = [path for path in saved_steps(self.directory) if step is None or (step_of(path) or 0) > step]
+        if gone or beside:
+            aside, what = set_aside(self.directory, [*gone, *beside]), " and recorded batches" if beside else ""
+            logger.warning("%d checkpoints%s that this run does not continue are in %s", len(gone), what, aside)
+        if there := [one for one in self.there if step is None or one > step]:
             number = 1
             while (aside := RemoteDirectory(f"{self.remote.address}.{number}")).sizes():
                 number += 1
-            for one in gone:
+            for one in there:
                 self.remote.move(step_directory(Path(), one).name, aside, last=MANIFEST)
                 del self.there[one]
-            logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside.address)
+            logger.warning("%d checkpoints that this run does not continue are in %s", len(there), aside.address)
         if self._ended:
             self.remote.remove(ENDED)
             self._ended = ""
@@ -139,6 +197,8 @@ class Uploads:
     # The thread
 
     def start(self) -> None:
+        if self.remote is None:
+            return
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
         self._thread.start()
@@ -164,8 +224,8 @@ class Uploads:
             if time.monotonic() - (begin if whole else self._progress) > seconds:
                 how = "" if whole else " without progress"
                 raise CheckpointError(
-                    f"{left} of {self.staging} is not at {self.remote.address} after {seconds:g} s{how}. {self._why} "
-                    f"All stays in {self.staging}, and the same program sends it when it runs again."
+                    f"{left} of {self.directory} is not at {self.remote.address} after {seconds:g} s{how}. {self._why} "
+                    f"All stays in {self.directory}, and the same program sends it when it runs again."
                 )
             time.sleep(0.02)
 
@@ -177,7 +237,7 @@ class Uploads:
             except (CheckpointError, OSError) as error:
                 if not self._why:
                     say = "%s The run continues; checkpoints stay in %s and are sent later."
-                    logger.warning(say, error, self.staging)
+                    logger.warning(say, error, self.directory)
                 self._why, delay = str(error), min(_LONGEST_RETRY, max(_FIRST_RETRY, 2 * delay))
             else:
                 if self._why:
@@ -189,7 +249,7 @@ class Uploads:
     def _here(self) -> dict[int, Mapping[str, float | None]]:
         """The metrics of the checkpoints here, newest first."""
         found = dict[int, Mapping[str, float | None]]()
-        for path in saved_steps(self.staging):
+        for path in saved_steps(self.directory):
             step = step_of(path) or 0
             if step not in self._known:
                 try:
@@ -220,9 +280,7 @@ class Uploads:
 
     def _mark(self) -> str:
         """What is still to be written at the address."""
-        with suppress(OSError):
-            return mark if (mark := (self.staging / ENDED).read_text().strip()) != self._ended else ""
-        return ""
+        return mark if (mark := self._mark_here()) != self._ended else ""
 
     def _send_all(self) -> None:
         """Errors: CheckpointError."""
@@ -236,11 +294,11 @@ class Uploads:
                 self._begun.discard(step)
             if not waiting:
                 break
-            self.sending = step_directory(self.staging, waiting[0])
+            self._sending = step_directory(self.directory, waiting[0])
             try:
-                self._send(self.sending)
+                self._send(self._sending)
             finally:
-                self.sending = None
+                self._sending = None
         if not self._stopped and (mark := self._mark()):
             self.remote.write(ENDED, mark.encode())
             self._ended = mark

@@ -28,8 +28,8 @@ from hybridflow.engines.checkpoint.remote_directory import (
     written_here,
 )
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.run import uploads
-from hybridflow.run.uploads import ENDED, Uploads, to_send
+from hybridflow.run import checkpoint_store
+from hybridflow.run.checkpoint_store import ENDED, CheckpointStore, to_send
 from hybridflow.settings import is_address, staging_directory
 from tests.example_checkpoints import make_checkpoint, rewrite, verify
 from tests.s3_server import S3Server
@@ -43,8 +43,8 @@ def server(monkeypatch) -> Iterator[S3Server]:
     server = S3Server()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(uploads, "_FIRST_RETRY", 0.05)
-    monkeypatch.setattr(uploads, "_LONGEST_RETRY", 0.2)
+    monkeypatch.setattr(checkpoint_store, "_FIRST_RETRY", 0.05)
+    monkeypatch.setattr(checkpoint_store, "_LONGEST_RETRY", 0.2)
     yield server
     server.close()
 
@@ -59,12 +59,14 @@ def address(request, tmp_path) -> str:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., Uploads]]:
+def opened() -> Iterator[Callable[..., CheckpointStore]]:
     """Makes uploads whose threads end with the test."""
-    made: list[Uploads] = []
+    made: list[CheckpointStore] = []
 
-    def make(address: str, staging: Path, keep: int = 3, best: str | None = None, continues: bool = True) -> Uploads:
-        made.append(one := Uploads(address, staging, keep, best))
+    def make(
+        address: str, staging: Path, keep: int = 3, best: str | None = None, continues: bool = True
+    ) -> CheckpointStore:
+        made.append(one := CheckpointStore(address, staging, keep, best))
         one.open()
         if continues:
             one.start()
@@ -251,13 +253,14 @@ def test_an_upload_that_was_cut_off_continues(server, tmp_path, opened, monkeypa
 def test_what_is_moved_where_files_cannot_be_copied(tmp_path, opened, monkeypatch):
     """SFTP and FTP have no such call."""
     address = f"memory://{uuid.uuid4().hex}"
-    path = make_checkpoint(tmp_path, 2)
-    one = opened(address, tmp_path)
+    here = tmp_path / "here"
+    own = verify(make_checkpoint(here, 2))
+    one = opened(address, here)
     one.wait(SECONDS)
     monkeypatch.setattr(type(one.remote._files), "cp_file", AbstractFileSystem.cp_file)
     one.continue_from(None)
     with fetched_checkpoint(f"{address}.1") as found:
-        assert verify(found) == verify(path)
+        assert verify(found) == own
 
 
 def test_copies_that_killed_processes_have_left_are_removed(tmp_path, opened, monkeypatch):
