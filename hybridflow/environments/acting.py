@@ -85,8 +85,7 @@ def text_of(what: str, value: Any) -> str:
 def _reward(what: str, value: Any) -> float:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise EnvironmentCallError(f"{what} gave the reward {value!r:.200}, which is no number")
-    number = float(value)
-    if not is_number(number) or number in (float("inf"), float("-inf")):
+    if not is_number(number := float(value)):
         raise EnvironmentCallError(f"{what} gave the reward {number}, which is not finite")
     return number
 
@@ -187,27 +186,18 @@ class EnvironmentLoop:
         _ = self.schemas
 
     @cached_property
-    def schemas(self) -> dict[str, dict[str, Any]]:
-        """The schemas of the tools by name; empty where the class of the environments is not known."""
-        made = self._class
-        methods = {} if made is None or hasattr(made, "step") else public_methods(made)
-        return {
-            name: schema_of(types.MethodType(one, object()))
-            for name, one in methods.items()
-            if isinstance(one, types.FunctionType)
-        }
+    def schemas(self) -> list[dict[str, Any]]:
+        """Those of the tools; none where the class of the environments is not known."""
+        return [schema_of(types.MethodType(one, object())) for one in self._functions]
 
     @property
-    def _class(self) -> type | None:
-        """The class of the environments; None where `make` is a function that does not name it."""
+    def _functions(self) -> list[types.FunctionType]:
+        """The functions that are the tools of its class."""
         made = getattr(self.make, "environment", self.make)
         while isinstance(made, partial):
             made = made.func
-        return made if isinstance(made, type) else None
-
-    def _schema(self, name: str, method: Callable[..., Any]) -> dict[str, Any]:
-        known = name in self.schemas and getattr(method, "__func__", None) is getattr(self._class, name)
-        return self.schemas[name] if known else schema_of(method)
+        known = isinstance(made, type) and not hasattr(made, "step")
+        return [one for one in public_methods(made).values() if isinstance(one, types.FunctionType)] if known else []
 
     async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         name = getattr(self.make, "__name__", type(self.make).__name__)
@@ -218,7 +208,9 @@ class EnvironmentLoop:
             if hasattr(one, "step"):
                 return await self._play(name, one, messages, session, caller)
             methods = public_methods(one)
-            tools = _Tools(methods, [self._schema(*named) for named in methods.items()])
+            known: dict[Any, dict[str, Any]] = dict(zip(self._functions, self.schemas, strict=True))
+            own = [known.get(getattr(method, "__func__", None)) or schema_of(method) for method in methods.values()]
+            tools = _Tools(methods, own)
             ending = await _converse(messages, tools, self.max_turns, session, caller)
             reward = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
             return Ending(ending.stop, reward)

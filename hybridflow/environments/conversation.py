@@ -4,7 +4,6 @@ recorded by the model's host; here messages become token ids, and back."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, Message
-from hybridflow.environments.tool_calls import ToolCall
+from hybridflow.environments.tool_calls import ToolCall, parsed
 
 
 @dataclass(frozen=True)
@@ -144,16 +143,7 @@ def _said(message: Message) -> Any:
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
     calls = [
-        (call.get("function", {}).get("name"), _arguments(call.get("function", {}).get("arguments")))
+        (call.get("function", {}).get("name"), parsed(call.get("function", {}).get("arguments")))
         for call in message.get("tool_calls") or []
     ]
     return message.get("role"), content or "", calls
-
-
-def _arguments(given: Any) -> Any:
-    if isinstance(given, str):
-        try:
-            return json.loads(given)
-        except (ValueError, RecursionError):
-            return given
-    return given

@@ -11,9 +11,10 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.errors import RewardError
+from hybridflow.settings import Check, Positive, Size, settings
 
 Status = Literal["ok", "failed", "timeout", "memory", "output", "recursion", "forbidden", "killed", "unreadable"]
 # Endings in which the program was stopped before it was found right or wrong.
@@ -33,7 +34,10 @@ _VERDICT = {"passed": int, "total": int, "reason": str, "error": str, "ended": b
 _GRACE = 120.0  # beyond a limit, until a supervisor on a busy machine has reported
 
 
-@dataclass(frozen=True, kw_only=True)
+_Whole = Annotated[Size, Check("below 2**31", lambda value: value < 2**31)]
+
+
+@settings
 class Limits:
     """Limits of one run of a contained program: one process with at most 32 threads.
 
@@ -43,20 +47,11 @@ class Limits:
     times that. Errors: ConfigError for values out of range.
     """
 
-    seconds: float = 5.0
-    cpu_seconds: int | None = None
-    memory_mb: int = 512
-    output_kb: int = 64
-    file_mb: int = 16
-
-    def __post_init__(self) -> None:
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < 1e6:
-            raise ConfigError(f"Limits(seconds={self.seconds!r}): give a number above 0.")
-        least = {"memory_mb": 64, "output_kb": 1, "file_mb": 1, "cpu_seconds": 1}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if not (name == "cpu_seconds" and value is None) and (type(value) is not int or not low <= value < 2**31):
-                raise ConfigError(f"Limits({name}={value!r}): give a whole number of at least {low}.")
+    seconds: Annotated[Positive, Check("less than a million", lambda value: value < 1e6)] = 5.0
+    cpu_seconds: _Whole | None = None
+    memory_mb: Annotated[_Whole, Check("at least 64", lambda value: value >= 64)] = 512
+    output_kb: _Whole = 64
+    file_mb: _Whole = 16
 
     @property
     def cpu(self) -> int:
