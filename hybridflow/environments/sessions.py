@@ -15,7 +15,6 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,7 +175,6 @@ class Sessions:
         self._processes.clear()
         if self._template is not None:
             self._template.close()
-            self._template = None
 
     def _asking(self, asked: Asked) -> _Process | None:
         """The process that waits for this turn; None where it has died since."""
@@ -218,8 +216,9 @@ class Sessions:
         return min(open_, key=lambda one: len(one.sessions), default=None)
 
     def _fork(self, level: int) -> _Process:
-        if self._template is None or not self._template.alive:
+        if self._template is None:
             self._template = Supervisor(pickled(self._given.main, "the agent"))
+        self._template.lost = 0  # each has cost trajectories one of their lives
         self._processes.append(_Process(self._template.fork(), level))
         return self._processes[-1]
 
@@ -232,11 +231,7 @@ class Sessions:
             if process.worker.ready and (unheard or not process.sessions):
                 process.worker.allow(limit, _QUIET)
         by_worker = {process.worker: process for process in self._processes}
-        try:
-            said = self._template.poll(seconds)
-        except OSError:  # the fork server has ended with all of its workers
-            self._template, lost = None, "ended when something killed the template process"
-            said = [(worker, lost) for worker in by_worker]
+        said = self._template.poll(seconds)
         self._looked = time.monotonic()
         for worker, message in said:
             process = by_worker[worker]
@@ -295,11 +290,8 @@ class Sessions:
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _end_process(self, process: _Process) -> None:
-        how = "ended when something killed the template process"
-        if self._template is not None:
-            with suppress(OSError):  # the fork server has ended
-                how = self._template.end(process.worker)
-        self._lost(process, how)
+        assert self._template is not None
+        self._lost(process, self._template.end(process.worker))
 
     def _lost(self, process: _Process, how: str) -> None:
         """A process has ended: its trajectories run again in others."""

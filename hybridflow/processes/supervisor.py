@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import math
@@ -16,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 _LOADING = 120.0  # seconds in which a process has to import what the function needs
 _PATIENCE = 60.0  # seconds in which the fork server has to fork or end a worker, or to end
 _KEPT_OUTPUT, _SHOWN_OUTPUT = 2000, 300
+_RESTARTS = 3
+_LOST = "ended when something killed the template process of the workers"
 
 
 class ServerProcess:
@@ -103,7 +105,7 @@ class ServerProcess:
             self._socket.close()
             self._process.returncode = 0  # not a child of this process, which has nothing to wait for
             return
-        with contextlib.suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         try:
@@ -117,6 +119,7 @@ class ServerProcess:
 class WorkerProcess:
     """One worker process. It is killed at `due` with the words `late`; `ready` once it has loaded the function."""
 
+    server: ServerProcess
     pid: int
     socket: socket.socket
     ended: int  # a pidfd
@@ -138,7 +141,7 @@ class WorkerProcess:
         self.flush()
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):  # it is full; or the worker has ended, as is noticed next
+        with suppress(OSError):  # it is full; or the worker has ended, as is noticed next
             while self.outgoing:
                 del self.outgoing[: self.socket.send(memoryview(self.outgoing)[: 1 << 20].tobytes())]
 
@@ -167,19 +170,24 @@ class WorkerProcess:
         os.close(self.ended)
 
 
-class Supervisor(ServerProcess):
+class Supervisor:
     """Workers that each call `function` (pickled) with a connection to their owner, and may grow by `memory_mb`.
 
-    Errors: RewardError when the function cannot be loaded. All methods: OSError when the server has ended.
+    Their fork server starts with the first one. Where something kills it, they end with it, and the next one starts it
+    anew. Errors: RewardError when the function cannot be loaded.
     """
 
     def __init__(self, function: bytes, memory_mb: float | None = None) -> None:
         self.workers: list[WorkerProcess] = []
-        setup = {"function": function, "memory_mb": memory_mb, "owner": os.getpid()}
+        self._setup = {"function": function, "memory_mb": memory_mb, "owner": os.getpid()}
+        self.server: ServerProcess | None = None
+        self.lost = 0  # servers; the owner may count anew
+
+    def _start(self) -> ServerProcess:
         try:
-            super().__init__(
+            return ServerProcess(
                 lambda end: [sys.executable, "-c", _PROGRAM, str(end), json.dumps(sys.path)],
-                given=pickle.dumps(setup),
+                given=pickle.dumps(self._setup),
                 environment=ONE_THREAD | os.environ,
                 seconds=_LOADING,
             )
@@ -187,26 +195,40 @@ class Supervisor(ServerProcess):
             raise _not_loaded(f"{error}. What it imports must be installed and on sys.path where it runs") from None
 
     def fork(self) -> WorkerProcess:
-        ours, theirs = socket.socketpair()
-        read, printed = os.pipe()
-        output = io.FileIO(read)
-        try:
-            self.ask("fork", ends=[theirs.fileno(), printed])
-        finally:
-            theirs.close()
-            os.close(printed)
-        pid = self.answer()
-        os.set_blocking(read, False)
-        ours.setblocking(False)
-        self.workers.append(worker := WorkerProcess(pid, ours, os.pidfd_open(pid), output))
-        worker.allow(_LOADING)
-        return worker
+        """Errors: RewardError also where too many servers were `lost`."""
+        while self.lost <= _RESTARTS:
+            self.server = server = self._start() if self.server is None else self.server
+            ours, theirs = socket.socketpair()
+            read, printed = os.pipe()
+            output = io.FileIO(read)
+            try:
+                server.ask("fork", ends=[theirs.fileno(), printed])
+                pid = server.answer()
+            except OSError:
+                output.close()
+                ours.close()
+                server.close()
+                self.server, self.lost = None, self.lost + 1
+                continue
+            finally:
+                theirs.close()
+                os.close(printed)
+            os.set_blocking(read, False)
+            ours.setblocking(False)
+            self.workers.append(worker := WorkerProcess(server, pid, ours, os.pidfd_open(pid), output))
+            worker.allow(_LOADING)
+            return worker
+        raise RewardError(f"the template process of the workers is gone. It was started anew {_RESTARTS} times before.")
 
     def end(self, worker: WorkerProcess) -> str:
         """Kill the worker and what it started. Returns how it ended."""
-        self.ask("end", worker.pid)
-        status = self.answer()
         self.workers.remove(worker)
+        try:
+            worker.server.ask("end", worker.pid)
+            status = worker.server.answer()
+        except OSError:
+            worker.close()
+            return _LOST
         while worker.listen():
             pass
         worker.close()
@@ -232,7 +254,8 @@ class Supervisor(ServerProcess):
             if state & select.POLLOUT:
                 worker.flush()
             # An answer from before its end is read before the end is seen.
-            messages = worker.read() if state & ~select.POLLOUT else None if worker.ended in ready else []
+            over = worker.ended in ready or not worker.server.alive
+            messages = worker.read() if state & ~select.POLLOUT else None if over else []
             if messages and not worker.ready:
                 if why := messages.pop(0):
                     raise _not_loaded(why.decode(errors="replace"))
@@ -240,7 +263,7 @@ class Supervisor(ServerProcess):
             if messages is None or (worker.due <= time.monotonic() and not messages):
                 late = "" if messages is None else worker.late
                 how = self.end(worker)
-                if not worker.ready:
+                if not worker.ready and how != _LOST:
                     raise _not_loaded(late or how)
                 found.append((worker, late or how))
             found += [(worker, message) for message in messages or ()]
@@ -248,13 +271,18 @@ class Supervisor(ServerProcess):
 
     def sweep(self) -> None:
         """Kill the daemons that workers left behind."""
-        self.ask("sweep")
+        if self.server is not None:
+            with suppress(OSError):  # it has ended, and they with it
+                self.server.ask("sweep")
 
     def close(self) -> None:
-        """End the server and its workers (in a process that was forked from the owner: forget them)."""
+        """End the server and its workers (in a process that was forked from the owner: forget them); `fork` begins
+        anew."""
         while self.workers:
             self.workers.pop().close()
-        super().close()
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
 
 def ending(code: int, output: bytes) -> str:
