@@ -24,7 +24,7 @@ from hybridflow.environments.conversation import Conversation, Turn
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, ContextFullError
 from hybridflow.errors import PromptError
-from hybridflow.processes.channel import framed, read_message
+from hybridflow.processes.channel import Incoming, framed
 
 BEAT = 1.0  # seconds between two signs of life
 
@@ -67,11 +67,11 @@ class _Running:
         self._endpoint = Endpoint(asyncio.get_running_loop())
         reader, self._writer = await asyncio.open_connection(sock=connection)
         beats = asyncio.create_task(self._beat())
+        incoming = Incoming()
         try:
-            while True:
-                self._take(*pickle.loads(await read_message(reader)))
-        except asyncio.IncompleteReadError:
-            return  # the host is gone, or wants no more
+            while piece := await reader.read(1 << 20):  # else the host is gone, or wants no more
+                for message in incoming.add(piece):
+                    self._take(*pickle.loads(message))
         finally:
             beats.cancel()
             for task in self._tasks.values():

@@ -23,9 +23,9 @@ from hybridflow.errors import RewardError
 from hybridflow.processes.channel import Incoming, framed
 
 _PROGRAM = """import json, sys
-sys.path[:] = json.loads(sys.argv[2])
+sys.path[:] = json.loads(sys.argv[1])
 from hybridflow.processes import fork_server
-fork_server.main(int(sys.argv[1]), preload=len(sys.argv) == 3)"""
+fork_server.main(int(sys.argv[2]), preload=len(sys.argv) == 3)"""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Set for workers unless set by the user: threads that start at import prevent forking."""
 
@@ -183,41 +183,34 @@ class Supervisor:
         self.server: ServerProcess | None = None
         self.lost = 0  # servers; the owner may count anew
 
-    def _start(self) -> ServerProcess:
-        try:
-            return ServerProcess(
-                lambda end: [sys.executable, "-c", _PROGRAM, str(end), json.dumps(sys.path)],
-                given=pickle.dumps(self._setup),
-                environment=ONE_THREAD | os.environ,
-                seconds=_LOADING,
-            )
-        except OSError as error:
-            raise _not_loaded(f"{error}. What it imports must be installed and on sys.path where it runs") from None
-
     def fork(self) -> WorkerProcess:
         """Errors: RewardError also where too many servers were `lost`."""
+        ours, theirs = socket.socketpair()
+        read, printed = os.pipe()
+        output = io.FileIO(read)
+        with theirs, io.FileIO(printed, "w"):
+            server, pid = self._forked([theirs.fileno(), printed])
+        os.set_blocking(read, False)
+        ours.setblocking(False)
+        self.workers.append(worker := WorkerProcess(server, pid, ours, os.pidfd_open(pid), output))
+        worker.allow(_LOADING)
+        return worker
+
+    def _forked(self, ends: list[int]) -> tuple[ServerProcess, int]:
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
+        settings: dict[str, Any] = {"given": pickle.dumps(self._setup), "environment": ONE_THREAD | os.environ}
         while self.lost <= _RESTARTS:
-            self.server = server = self._start() if self.server is None else self.server
-            ours, theirs = socket.socketpair()
-            read, printed = os.pipe()
-            output = io.FileIO(read)
             try:
-                server.ask("fork", ends=[theirs.fileno(), printed])
-                pid = server.answer()
+                server = self.server or ServerProcess(lambda end: [*command, str(end)], seconds=_LOADING, **settings)
+            except OSError as error:
+                raise _not_loaded(f"{error}. What it imports must be installed and on sys.path where it runs") from None
+            try:
+                self.server = server
+                server.ask("fork", ends=ends)
+                return server, server.answer()
             except OSError:
-                output.close()
-                ours.close()
                 server.close()
                 self.server, self.lost = None, self.lost + 1
-                continue
-            finally:
-                theirs.close()
-                os.close(printed)
-            os.set_blocking(read, False)
-            ours.setblocking(False)
-            self.workers.append(worker := WorkerProcess(server, pid, ours, os.pidfd_open(pid), output))
-            worker.allow(_LOADING)
-            return worker
         raise RewardError(f"the template process of the workers is gone. It was started anew {_RESTARTS} times before.")
 
     def end(self, worker: WorkerProcess) -> str:
@@ -225,14 +218,15 @@ class Supervisor:
         self.workers.remove(worker)
         try:
             worker.server.ask("end", worker.pid)
-            status = worker.server.answer()
+            code = os.waitstatus_to_exitcode(worker.server.answer())
         except OSError:
-            worker.close()
             return _LOST
-        while worker.listen():
-            pass
-        worker.close()
-        return ending(os.waitstatus_to_exitcode(status), bytes(worker.printed))
+        else:
+            while worker.listen():
+                pass
+            return ending(code, bytes(worker.printed))
+        finally:
+            worker.close()
 
     def poll(self, seconds: float) -> list[tuple[WorkerProcess, bytes | str]]:
         """Messages (bytes) of workers, and how others ended (texts), waiting up to `seconds` (1000 at most) for them.
@@ -276,8 +270,7 @@ class Supervisor:
                 self.server.ask("sweep")
 
     def close(self) -> None:
-        """End the server and its workers (in a process that was forked from the owner: forget them); `fork` begins
-        anew."""
+        """End the server and its workers (in a process forked from the owner: forget them); `fork` begins anew."""
         while self.workers:
             self.workers.pop().close()
         if self.server is not None:
