@@ -17,12 +17,13 @@ from typing import Any
 from hybridflow.environments.acting import LARGEST_TEXT, EnvironmentCallError
 from hybridflow.environments.tool_calls import schema_from
 from hybridflow.errors import ConfigError
+from hybridflow.processes.supervisor import ending
 from hybridflow.rewards.function_adapters import run_async
 
 _CHILD = Path(__file__).with_name("interpreter_child.py")
 _STARTING = 120.0  # seconds in which the other interpreter has to import the class, on the driver
 _LONGEST_LINE = 16 * LARGEST_TEXT
-_KEPT_OUTPUT, _SHOWN_OUTPUT = 4000, 500
+_KEPT_OUTPUT = 4000
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,7 @@ class _Child:
         code = await self._running.wait()
         with suppress(TimeoutError):  # something that it started may hold the pipe
             await asyncio.wait_for(asyncio.shield(self._listening), 1.0)
-        said = self._printed.decode(errors="replace").strip()[-_SHOWN_OUTPUT:]
-        return f"ended with code {code}" + (f"; it printed last: {said}" if said else "")
+        return ending(code, bytes(self._printed))
 
     async def _listen(self) -> None:
         assert self._running.stderr is not None

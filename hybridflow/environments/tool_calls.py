@@ -54,8 +54,11 @@ class CallFormat:
         try:
             calls, at = self.read(text, at)
         except ValueError as error:
-            return [ToolCall("", error=f"the call cannot be read: {error}")], _after(text, self.end, at, found=False)
-        return calls, _after(text, self.end, at)
+            over = text.find(self.end, at) if self.end else -1
+            at = len(text) if over < 0 else over + len(self.end)
+            return [ToolCall("", error=f"the call cannot be read: {error}")], at
+        start = _skip(text, at)
+        return calls, start + len(self.end) if self.end and text.startswith(self.end, start) else at
 
     def _bare(self, text: str) -> tuple[str, list[ToolCall]]:
         body = text.strip()
@@ -204,17 +207,6 @@ def _objects(text: str, at: int = 0) -> Sequence[int]:
 
 def _skip(text: str, at: int, blanks: str | None = None) -> int:
     return len(text) - len(text[at:].lstrip(blanks))
-
-
-def _after(text: str, mark: str, at: int, found: bool = True) -> int:
-    """Past the closing mark: the next one, where the call itself could not be read."""
-    if not mark:
-        return len(text) if not found else at
-    if found:
-        start = _skip(text, at)
-        return start + len(mark) if text.startswith(mark, start) else at
-    where = text.find(mark, at)
-    return len(text) if where < 0 else where + len(mark)
 
 
 _NEEDED = (

@@ -60,7 +60,19 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ProgramEnd:
+    """How a program ended, and why; `contained`: whether its containment has stopped it."""
+
+    status: Status
+    reason: str = ""
+
+    @property
+    def contained(self) -> bool:
+        return self.status in CONTAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(ProgramEnd):
     """How a run ended.
 
     `status`: "ok"; "failed" (it raised, or exited with another code than 0); or the limit that stopped it: "timeout",
@@ -70,21 +82,14 @@ class Result:
     printed within the limit. `seconds`: wall-clock time.
     """
 
-    status: Status
-    reason: str
     returncode: int | None
     stdout: str
     stderr: str
     seconds: float
 
-    @property
-    def contained(self) -> bool:
-        """Whether it was stopped by its containment."""
-        return self.status in CONTAINED
-
 
 @dataclass(frozen=True, kw_only=True)
-class CodeResult:
+class CodeResult(ProgramEnd):
     """Result of unit tests on a program: `passed` of `total` tests, and the `score` that `Code` gives it.
 
     `status` and `reason` as of `Result`: "ok" when all passed, "failed" with the first test that did not, or what
@@ -95,14 +100,7 @@ class CodeResult:
 
     passed: int = 0
     total: int = 0
-    status: Status
-    reason: str = ""
     score: float = 0.0
-
-    @property
-    def contained(self) -> bool:
-        """Whether the program was stopped by its containment."""
-        return self.status in CONTAINED
 
 
 class Execution:
