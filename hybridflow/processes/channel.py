@@ -16,10 +16,10 @@ def framed(message: bytes) -> bytes:
 
 
 class Incoming:
-    """Messages of up to `largest` bytes, put together from pieces."""
+    """Messages put together from pieces."""
 
-    def __init__(self, largest: int = LARGEST_MESSAGE) -> None:
-        self._pieces, self._largest = bytearray(), largest
+    def __init__(self) -> None:
+        self._pieces = bytearray()
 
     def add(self, piece: bytes) -> list[bytes]:
         """The messages that are complete now. Errors: ValueError for one that is too large."""
@@ -27,7 +27,7 @@ class Incoming:
         found = []
         while len(self._pieces) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._pieces)
-            if size > self._largest:
+            if size > LARGEST_MESSAGE:
                 raise ValueError(f"a message of {size} bytes")
             if len(self._pieces) < (end := _LENGTH.size + size):
                 break
@@ -40,8 +40,8 @@ class Channel:
     """Messages that are read from the descriptor `source` and written to `sink`, of up to `largest` bytes."""
 
     def __init__(self, source: int, sink: int, largest: int = LARGEST_MESSAGE) -> None:
-        self._source, self._sink, self._largest = source, sink, largest
-        self._incoming, self._read = Incoming(largest), list[bytes]()
+        self._reader = open(source, "rb", closefd=False)  # noqa: SIM115
+        self._sink, self._largest = sink, largest
 
     def write(self, message: bytes) -> None:
         """Errors: ValueError for one that is too large, BrokenPipeError when the other end is closed."""
@@ -53,8 +53,11 @@ class Channel:
 
     def read(self) -> bytes | None:
         """The next message; None when the other end is closed. Errors: ValueError for one that is too large."""
-        while not self._read:
-            if not (piece := os.read(self._source, 1 << 20)):
-                return None
-            self._read = self._incoming.add(piece)
-        return self._read.pop(0)
+        header = self._reader.read(_LENGTH.size)
+        if len(header) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(header)
+        if length > self._largest:
+            raise ValueError(f"a message of {length} bytes")
+        message = self._reader.read(length)
+        return message if len(message) == length else None

@@ -216,17 +216,15 @@ class Supervisor:
     def end(self, worker: WorkerProcess) -> str:
         """Kill the worker and what it started. Returns how it ended."""
         self.workers.remove(worker)
-        try:
+        how = _LOST
+        with suppress(OSError):  # its server has ended
             worker.server.ask("end", worker.pid)
             code = os.waitstatus_to_exitcode(worker.server.answer())
-        except OSError:
-            return _LOST
-        else:
             while worker.listen():
                 pass
-            return ending(code, bytes(worker.printed))
-        finally:
-            worker.close()
+            how = ending(code, bytes(worker.printed))
+        worker.close()
+        return how
 
     def poll(self, seconds: float) -> list[tuple[WorkerProcess, bytes | str]]:
         """Messages (bytes) of workers, and how others ended (texts), waiting up to `seconds` (1000 at most) for them.
@@ -242,11 +240,9 @@ class Supervisor:
         ready = dict(waiting.poll(1000 * max(0.0, min(seconds, due - time.monotonic(), 1000.0))))
         found: list[tuple[WorkerProcess, bytes | str]] = []
         for worker in list(self.workers):
-            if not worker.output.closed and worker.output.fileno() in ready:
-                _ = worker.listen()
+            _ = worker.listen()
+            worker.flush()
             state = ready.get(worker.socket.fileno(), 0)
-            if state & select.POLLOUT:
-                worker.flush()
             # An answer from before its end is read before the end is seen.
             over = worker.ended in ready or not worker.server.alive
             messages = worker.read() if state & ~select.POLLOUT else None if over else []

@@ -380,16 +380,13 @@ class _Parser:
         return found
 
     def matrix(self) -> Tree:
-        rows, row = list[Tree](), [self.item()]
-        while self.token().kind != "end":
-            if self.sign("and"):
-                row.append(self.item())
-            elif not self.sign("\\\\"):
-                raise Unread
-            elif self.token().kind != "end":
-                rows, row = [*rows, Tree("row", tuple(row))], [self.item()]
+        rows = [self.listing()]
+        while self.sign("\\\\") and self.token().kind != "end":
+            rows.append(self.listing())
+        if self.token().kind != "end" or any(row.kind in ("or", "either") for row in rows):
+            raise Unread
         self.at += 1
-        return Tree("matrix", (*rows, Tree("row", tuple(row))))
+        return Tree("matrix", tuple(Tree("row", row.parts if row.kind == "list" else (row,)) for row in rows))
 
     def function(self, name: str) -> Tree:
         if name in ("frac", "binom"):
