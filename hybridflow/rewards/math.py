@@ -75,12 +75,6 @@ class Math(Comparison):
         return float(answer is not None and any(same_answer(answer, text) for text in texts))
 
 
-def judge(solution: str, reference: str, *, unmarked: bool = False) -> bool:
-    """Whether the final answer of `solution` is `reference`."""
-    answer = final_answer(solution, unmarked=unmarked)
-    return answer is not None and same_answer(answer, reference)
-
-
 @lru_cache(4096)
 def same_answer(answer: str, reference: str) -> bool:
     """Whether two written answers are equivalent; one that cannot be read equals only its own text."""
