@@ -142,11 +142,10 @@ class Sessions:
         """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
         if (session := self._sessions.get(asked.key)) is None:
             return
-        process = self._asking(asked)
-        waits = process is not None
+        waits = self._asking(asked)
         given = token_ids, log_probs, versions, end, temperature, routed_experts
         session.said.append(_Said(asked.ids, asked.sampling, *given, used=waits))
-        if process is not None:
+        if waits:
             del session.asked[asked.number]
             self._tell(session, "turn", asked.number, token_ids, log_probs, end)
 
