@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from hybridflow.config import Sampling
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
@@ -25,7 +25,7 @@ from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import GREEDY
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
-from hybridflow.settings import Fraction, Positive, Size, require, settings
+from hybridflow.settings import Check, Fraction, Positive, Size, require, settings
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ _ENOUGH = 8
 """Trajectories of which the share that failed says something."""
 _CONVERSATIONS = 4
 """Of one trajectory that have their KV cache."""
+
+
+def _listed(tools: Any) -> bool:
+    return isinstance(tools, list | tuple)
 
 
 @settings
@@ -48,7 +52,7 @@ class Agent:
     at least eight, so that chance decides nothing).
     """
 
-    tools: tuple[Callable[..., Any], ...] = ()
+    tools: Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", _listed)] = ()
     environment: Callable[[], Any] | None = None
     solve: Callable[..., Any] | None = None
     max_turns: Size = 8
