@@ -25,7 +25,7 @@ from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import GREEDY
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
-from hybridflow.settings import Check, Fraction, Positive, Size, require, settings
+from hybridflow.settings import Check, Fraction, Size, require, settings
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ _CONVERSATIONS = 4
 
 def _listed(tools: Any) -> bool:
     return isinstance(tools, list | tuple)
+
+
+def _above_0(seconds: Any) -> bool:
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
 
 
 @settings
@@ -58,7 +62,7 @@ class Agent:
     max_turns: Size = 8
     workers: Size = 1
     concurrency: Size = 256
-    timeout: Positive = 60.0
+    timeout: Annotated[float, Check("seconds, above 0", _above_0)] = 60.0
     on_failure: Literal["mask", "retry", "raise"] = "mask"
     max_failed: Fraction = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

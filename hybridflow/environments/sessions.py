@@ -172,6 +172,7 @@ class Sessions:
             held.clear()
         if self._template is not None:
             self._template.close()
+            self._template = None
 
     def _asking(self, asked: Asked) -> bool:
         """Whether a process waits for this turn: it may have died since."""

@@ -179,7 +179,7 @@ class Supervisor:
 
     def __init__(self, function: bytes, memory_mb: float | None = None) -> None:
         self.workers: list[WorkerProcess] = []
-        self._setup = {"function": function, "memory_mb": memory_mb, "owner": os.getpid()}
+        self._given = pickle.dumps({"function": function, "memory_mb": memory_mb, "owner": os.getpid()})
         self.server: ServerProcess | None = None
         self.lost = 0  # servers; the owner may count anew
 
@@ -198,7 +198,7 @@ class Supervisor:
 
     def _forked(self, ends: list[int]) -> tuple[ServerProcess, int]:
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
-        settings: dict[str, Any] = {"given": pickle.dumps(self._setup), "environment": ONE_THREAD | os.environ}
+        settings: dict[str, Any] = {"given": self._given, "environment": ONE_THREAD | os.environ}
         while self.lost <= _RESTARTS:
             try:
                 server = self.server or ServerProcess(lambda end: [*command, str(end)], seconds=_LOADING, **settings)

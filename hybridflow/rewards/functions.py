@@ -170,7 +170,7 @@ class Functions:
         Errors: RewardError for a name without a function.
         """
         kinds: Any = None if self.by is None else columns[self.by]
-        for row, kind in zip(tables[0].rows, kinds or (), strict=kinds is not None):
+        for row, kind in () if kinds is None else zip(tables[0].rows, kinds, strict=True):
             if kind not in self.names:
                 raise RewardError(
                     f"row {row} has {self.by}={kind!r}, for which there is no reward function; there are those of "

@@ -9,14 +9,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer, thoughts
 from hybridflow.rewards.answer_grammar import Tree, read
 from hybridflow.rewards.equivalence import equivalent, number_pairs
 from hybridflow.rewards.function_adapters import RowFailure
-from hybridflow.settings import NonNegative, Size, check_fields, require
+from hybridflow.settings import Check, NonNegative, check_fields, is_whole, require
 
 
 @dataclass(eq=False)
@@ -164,6 +164,9 @@ class Numeric(Comparison):
         )
 
 
+_Tokens = Annotated[int, Check("a whole number of at least 1", lambda value: is_whole(value) and value >= 1)]
+
+
 @dataclass(eq=False)
 class Overlong:
     """0 up to max_tokens - cache response tokens, then linearly down to -1 at `max_tokens` and beyond.
@@ -174,8 +177,8 @@ class Overlong:
     Errors: ConfigError unless 0 < cache <= max_tokens. Yu et al., "DAPO" (2025), section 3.4, equation 13.
     """
 
-    max_tokens: Size
-    cache: Size
+    max_tokens: _Tokens
+    cache: _Tokens
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -135,6 +135,7 @@ class ProcessPool:
     def _stop(self) -> None:
         if self._template is not None:
             self._template.close()
+            self._template = None
 
     def _map(self, calls: Sequence[Call], limits: Sequence[float], failures: int | None) -> list[Outcome]:
         found: dict[int, Outcome] = {}

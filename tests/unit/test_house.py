@@ -65,7 +65,7 @@ BUDGET = {"": 2500, "cli": 1350, "run": 1200, "streams": 1700, "tracking": 2200,
 BUDGET |= {"cluster": 5300, "environments": 2450, "engines": 10800, "rewards": 4100, "planner": 7300, "data": 1350}
 BUDGET |= {"models": 1000, "algorithms": 3000, "engine3d": 2750, "protocols": 320, "batch": 1050, "processes": 550}
 LARGER = {"": 2738, "algorithms": 3249, "batch": 1173, "cli": 1708, "cluster": 6743, "data": 1824, "engines": 12743}
-LARGER |= {"environments": 2964, "models": 1349, "planner": 7777, "processes": 556, "protocols": 343, "rewards": 5649}
+LARGER |= {"environments": 2969, "models": 1349, "planner": 7777, "processes": 556, "protocols": 343, "rewards": 5653}
 LARGER |= {"run": 1872, "tracking": 2550, "workers": 3012}
 TWINS = {"__init__.py", "engine.py", "layout.py", "optimizer.py"}  # one for each backend
 # Phrases that docs/architecture.md's words and plain English have better ones for.
