@@ -62,7 +62,7 @@ class Agent:
     max_turns: Size = 8
     workers: Size = 1
     concurrency: Size = 256
-    timeout: Annotated[float, Check("seconds, above 0", _above_0)] = 60.0
+    timeout: Annotated[float, Check("a number of seconds above 0", _above_0)] = 60.0
     on_failure: Literal["mask", "retry", "raise"] = "mask"
     max_failed: Fraction = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
