@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hybridflow.rewards.answer_extraction import final_answer
+from hybridflow.rewards.math import same_answer
+
 SAME: dict[str, list[tuple[str, str]]] = {
     "letters that are not units": [
         (r"1-\sin^2 t", r"\cos^2 t"),
@@ -738,3 +741,9 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         (r"3\left(\frac{1}{2}\right)", r"3\frac{1}{2}"),
     ],
 }
+
+
+def judge(solution: str, reference: str, *, unmarked: bool = False) -> bool:
+    """Whether the final answer of `solution` is `reference`."""
+    answer = final_answer(solution, unmarked=unmarked)
+    return answer is not None and same_answer(answer, reference)

@@ -7,13 +7,13 @@ import asyncio
 import inspect
 import logging
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from hybridflow.environments.conversation import Conversation
+from hybridflow.environments.conversation import Answer, Conversation
 from hybridflow.environments.rendering import ContextFullError, Message
 from hybridflow.environments.tool_calls import ToolCall, schema_of
 from hybridflow.processes.fork_server import reason_of
@@ -85,10 +85,13 @@ def text_of(what: str, value: Any) -> str:
 def _reward(what: str, value: Any) -> float:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise EnvironmentCallError(f"{what} gave the reward {value!r:.200}, which is no number")
-    number = float(value)
-    if not is_number(number) or number in (float("inf"), float("-inf")):
+    if not is_number(number := float(value)):
         raise EnvironmentCallError(f"{what} gave the reward {number}, which is not finite")
     return number
+
+
+React = Callable[[Answer, bool], Awaitable[tuple[Stop | None, list[Message]]]]
+"""To a turn of the model, and whether it is the last one: why the trajectory ends, or what the model hears next."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,19 @@ class _Tools:
     """Functions that the model calls, by name, for one conversation."""
 
     functions: Mapping[str, Callable[..., Any]]
-    schemas: Sequence[Mapping[str, Any]]
+    session: Conversation
+    caller: UserCalls
 
-    async def use(self, calls: Sequence[ToolCall], caller: UserCalls, metrics: dict[str, float]) -> list[Message]:
+    async def react(self, said: Answer, last: bool) -> tuple[Stop | None, list[Message]]:
         """The tools' answers, in order; all are made at once. What a tool raises is an answer, too."""
+        metrics = self.session.metrics
 
         async def one(number: int, call: ToolCall) -> Message:
             metrics["tool_calls"] = metrics.get("tool_calls", 0.0) + 1
             text = call.error or self._unfit(call)
             if not text:
                 try:
-                    answer = await caller.call(f"tool {call.name}", self.functions[call.name], **call.arguments)
+                    answer = await self.caller.call(f"tool {call.name}", self.functions[call.name], **call.arguments)
                     answered = text_of(f"tool {call.name}", answer)
                     return _answer(number, call, answered)
                 except EnvironmentCallError:
@@ -116,7 +121,11 @@ class _Tools:
             metrics["tool_errors"] = metrics.get("tool_errors", 0.0) + 1
             return _answer(number, call, f"Error: {text}"[:LARGEST_TEXT])
 
-        return list(await asyncio.gather(*(one(number, call) for number, call in enumerate(calls))))
+        if said.turn.end == "length" or not said.calls:
+            return "length" if said.turn.end == "length" else "answer", []
+        if last:
+            return None, []
+        return None, await asyncio.gather(*(one(number, call) for number, call in enumerate(said.calls)))
 
     def _unfit(self, call: ToolCall) -> str:
         if call.name not in self.functions:
@@ -155,25 +164,24 @@ class ToolLoop:
 
     async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         names = [schema["function"]["name"] for schema in self.schemas]
-        tools = _Tools(dict(zip(names, self.tools, strict=True)), self.schemas)
-        return await _converse(messages_of(row), tools, self.max_turns, session, caller)
+        tools = _Tools(dict(zip(names, self.tools, strict=True)), session, caller)
+        return Ending(await _converse(messages_of(row), session, self.max_turns, self.schemas, tools.react))
 
 
 async def _converse(
-    messages: list[Message], tools: _Tools, max_turns: int, session: Conversation, caller: UserCalls
-) -> Ending:
-    for turn in range(max_turns):
+    messages: list[Message], session: Conversation, max_turns: int, schemas: Sequence[Any], react: React
+) -> Stop:
+    """Turns of the model, up to the one to which `react` says why it is the last, or else what the model hears next."""
+    for turn in range(1, max_turns + 1):
         try:
-            said = await session.answer(messages, tools.schemas)
+            said = await session.answer(messages, schemas)
         except ContextFullError:
-            return Ending("length")
-        if said.turn.end == "length":
-            return Ending("length")
-        if not said.calls:
-            return Ending("answer")
-        if turn + 1 < max_turns:
-            messages = [*messages, said.message, *await tools.use(said.calls, caller, session.metrics)]
-    return Ending("turns")
+            return "length"
+        stop, heard = await react(said, turn == max_turns)
+        if stop is not None:
+            return stop
+        messages = [*messages, said.message, *heard]
+    return "turns"
 
 
 @dataclass(frozen=True)
@@ -187,27 +195,18 @@ class EnvironmentLoop:
         _ = self.schemas
 
     @cached_property
-    def schemas(self) -> dict[str, dict[str, Any]]:
-        """The schemas of the tools by name; empty where the class of the environments is not known."""
-        made = self._class
-        methods = {} if made is None or hasattr(made, "step") else public_methods(made)
-        return {
-            name: schema_of(types.MethodType(one, object()))
-            for name, one in methods.items()
-            if isinstance(one, types.FunctionType)
-        }
+    def schemas(self) -> list[dict[str, Any]]:
+        """Those of the tools; none where the class of the environments is not known."""
+        return [schema_of(types.MethodType(one, object())) for one in self._functions]
 
     @property
-    def _class(self) -> type | None:
-        """The class of the environments; None where `make` is a function that does not name it."""
+    def _functions(self) -> list[types.FunctionType]:
+        """The functions that are the tools of its class."""
         made = getattr(self.make, "environment", self.make)
         while isinstance(made, partial):
             made = made.func
-        return made if isinstance(made, type) else None
-
-    def _schema(self, name: str, method: Callable[..., Any]) -> dict[str, Any]:
-        known = name in self.schemas and getattr(method, "__func__", None) is getattr(self._class, name)
-        return self.schemas[name] if known else schema_of(method)
+        known = isinstance(made, type) and not hasattr(made, "step")
+        return [one for one in public_methods(made).values() if isinstance(one, types.FunctionType)] if known else []
 
     async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         name = getattr(self.make, "__name__", type(self.make).__name__)
@@ -215,48 +214,37 @@ class EnvironmentLoop:
         try:
             begun = await caller.call(f"{name}.reset", one.reset, **_wanted(one.reset, row))
             messages = _begin(f"{name}.reset", messages_of(row), begun)
-            if hasattr(one, "step"):
-                return await self._play(name, one, messages, session, caller)
-            methods = public_methods(one)
-            tools = _Tools(methods, [self._schema(*named) for named in methods.items()])
-            ending = await _converse(messages, tools, self.max_turns, session, caller)
-            reward = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
-            return Ending(ending.stop, reward)
+            total, schemas = 0.0, list[dict[str, Any]]()
+
+            async def step(said: Answer, last: bool) -> tuple[Stop | None, list[Message]]:
+                nonlocal total
+                found = await caller.call(f"{name}.step", one.step, said.message["content"])
+                if not isinstance(found, tuple) or len(found) != 3:
+                    raise EnvironmentCallError(
+                        f"{name}.step returned {found!r:.200}; it must be (observation, reward, done)"
+                    )
+                observation, reward, done = found
+                total += _reward(f"{name}.step", reward)
+                if done or said.turn.end == "length":
+                    return "done" if done else "length", []
+                return None, _observed(f"{name}.step", observation)
+
+            react, steps = step, hasattr(one, "step")
+            if not steps:
+                methods = public_methods(one)
+                known: dict[Any, dict[str, Any]] = dict(zip(self._functions, self.schemas, strict=True))
+                schemas = [known.get(getattr(m, "__func__", None)) or schema_of(m) for m in methods.values()]
+                react = _Tools(methods, session, caller).react
+            stop = await _converse(messages, session, self.max_turns, schemas, react)
+            if not steps or hasattr(one, "get_reward"):
+                total = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
+            return Ending(stop, total)
         finally:
             if hasattr(one, "close"):
                 try:
                     await caller.call(f"{name}.close", one.close)
                 except Exception:  # whatever it raises: the trajectory, or the error that ended it, stands
                     logger.warning("%s.close failed; its trajectory is kept", name, exc_info=True)
-
-    async def _play(
-        self, name: str, one: Any, messages: list[Message], session: Conversation, caller: UserCalls
-    ) -> Ending:
-        total, stop = 0.0, "turns"
-        for _ in range(self.max_turns):
-            try:
-                said = await session.answer(messages)
-            except ContextFullError:
-                stop = "length"
-                break
-            found = await caller.call(f"{name}.step", one.step, said.message["content"])
-            if not isinstance(found, tuple) or len(found) != 3:
-                raise EnvironmentCallError(
-                    f"{name}.step returned {found!r:.200}; it must be (observation, reward, done)"
-                )
-            observation, reward, done = found
-            total += _reward(f"{name}.step", reward)
-            if done:
-                stop = "done"
-                break
-            if said.turn.end == "length":
-                stop = "length"
-                break
-            seen = _observed(f"{name}.step", observation)
-            messages = [*messages, said.message, *seen]
-        if hasattr(one, "get_reward"):
-            total = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
-        return Ending(stop, total)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from hybridflow.config import Sampling
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
@@ -25,7 +25,7 @@ from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import GREEDY
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
-from hybridflow.settings import is_number, require
+from hybridflow.settings import Check, Fraction, Size, require, settings
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,15 @@ _CONVERSATIONS = 4
 """Of one trajectory that have their KV cache."""
 
 
-@dataclass(frozen=True)
+def _listed(tools: Any) -> bool:
+    return isinstance(tools, list | tuple)
+
+
+def _above_0(seconds: Any) -> bool:
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
+
+
+@settings
 class Agent:
     """`tools`, an `environment` or `solve` of the user's own, and how they are run.
 
@@ -48,15 +56,15 @@ class Agent:
     at least eight, so that chance decides nothing).
     """
 
-    tools: Sequence[Callable[..., Any]] = ()
+    tools: Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", _listed)] = ()
     environment: Callable[[], Any] | None = None
     solve: Callable[..., Any] | None = None
-    max_turns: int = 8
-    workers: int = 1
-    concurrency: int = 256
-    timeout: float = 60.0
+    max_turns: Size = 8
+    workers: Size = 1
+    concurrency: Size = 256
+    timeout: Annotated[float, Check("a number of seconds above 0", _above_0)] = 60.0
     on_failure: Literal["mask", "retry", "raise"] = "mask"
-    max_failed: float = 1.0
+    max_failed: Fraction = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -72,25 +80,9 @@ class Agent:
         return cls(**own)
 
     def __post_init__(self) -> None:
-        def whole(name: str) -> None:
-            value = getattr(self, name)
-            require(type(value) is int and value >= 1, f"{name}={value!r}: give a whole number of at least 1.")
-
-        for name in ("max_turns", "workers", "concurrency"):
-            whole(name)
-        good = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool) and self.timeout > 0
-        require(good, f"timeout={self.timeout!r}: give seconds, above 0.")
-        good = is_number(self.max_failed) and 0 <= self.max_failed <= 1
-        require(good, f"max_failed={self.max_failed!r}: give a share, from 0 to 1.")
-        choices = ("mask", "retry", "raise")
-        require(self.on_failure in choices, f"on_failure={self.on_failure!r}: give one of {', '.join(choices)}.")
         require(
             not (self.tools and self.environment is not None),
             "tools= and environment= together: make the tools methods of the environment.",
-        )
-        require(
-            isinstance(self.tools, list | tuple),
-            f"tools={self.tools!r}: give a list of functions.",
         )
         if self.solve is not None:
             require(
@@ -111,7 +103,7 @@ class Agent:
             return Program(self.solve)
         if self.environment is not None:
             return EnvironmentLoop(self.environment, self.max_turns)
-        return ToolLoop(tuple(self.tools), self.max_turns)
+        return ToolLoop(self.tools, self.max_turns)
 
     def check(self, checkpoint: str, columns: Sequence[str]) -> None:
         """Errors: ConfigError and PromptError for what no trajectory could begin with."""
@@ -133,9 +125,7 @@ class Agent:
             _check_template(checkpoint, json.dumps(schemas), json.dumps(dict(self.chat_template_kwargs)))
 
     def _schemas(self) -> list[dict[str, Any]]:
-        if self.tools:
-            return ToolLoop(tuple(self.tools), self.max_turns).schemas
-        return [] if self.environment is None else [*EnvironmentLoop(self.environment, self.max_turns).schemas.values()]
+        return list(getattr(self.act, "schemas", ()))
 
     def process(self, checkpoint: str) -> SessionProcess:
         stop_ids = end_token_ids(checkpoint)
@@ -150,13 +140,11 @@ class Agent:
         """Its settings in plain values, equal on all ranks of a replica."""
         given = [*self.tools, self.environment, self.solve]
         names = [getattr(one, "__qualname__", type(one).__qualname__) for one in given]
-        settings = [
-            getattr(self, one.name) for one in fields(self) if one.name not in ("tools", "environment", "solve")
-        ]
-        return (*names, *settings)
+        others = [one.name for one in fields(self) if one.name not in ("tools", "environment", "solve")]
+        return (*names, *(getattr(self, name) for name in others))
 
 
-AGENT_SETTINGS = tuple(one.name for one in fields(Agent))
+AGENT_SETTINGS = tuple(Agent.__dataclass_fields__)
 """Settings of a call that are not those of the sampling."""
 
 

@@ -4,7 +4,6 @@ recorded by the model's host; here messages become token ids, and back."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, Message
-from hybridflow.environments.tool_calls import ToolCall
+from hybridflow.environments.tool_calls import ToolCall, parsed
 
 
 @dataclass(frozen=True)
@@ -124,36 +123,23 @@ class Conversation:
 
     def _continued(self, renderer: ChatRenderer, messages: Sequence[Message]) -> list[int] | None:
         """The ids of the longest past that `messages` continue, and theirs; None without one."""
-        newest = enumerate(self._past)
+        newest, said = enumerate(self._past), [*map(_said, messages)]
         for _, past in sorted(newest, key=lambda one: (len(one[1].messages), one[0]), reverse=True):
             size = len(past.messages)
-            if size < len(messages) and all(map(same, past.messages, messages)):
+            if size < len(messages) and all(_said(one) == now for one, now in zip(past.messages, said)):
                 more = renderer.extension(past.messages, messages[size:], past.turn)
                 if more is not None:
                     return past.ids + more
         return None
 
 
-def same(one: Message, other: Message) -> bool:
-    """Whether two messages say the same: clients leave out, rename and reformat what does not matter."""
-    return _said(one) == _said(other)
-
-
 def _said(message: Message) -> Any:
+    """What a message says: clients leave out, rename and reformat what does not matter."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
     calls = [
-        (call.get("function", {}).get("name"), _arguments(call.get("function", {}).get("arguments")))
+        (call.get("function", {}).get("name"), parsed(call.get("function", {}).get("arguments")))
         for call in message.get("tool_calls") or []
     ]
     return message.get("role"), content or "", calls
-
-
-def _arguments(given: Any) -> Any:
-    if isinstance(given, str):
-        try:
-            return json.loads(given)
-        except (ValueError, RecursionError):
-            return given
-    return given

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,17 +17,19 @@ from typing import Any
 from hybridflow.environments.acting import LARGEST_TEXT, EnvironmentCallError
 from hybridflow.environments.tool_calls import schema_from
 from hybridflow.errors import ConfigError
+from hybridflow.processes.supervisor import ending
+from hybridflow.rewards.function_adapters import run_async
 
 _CHILD = Path(__file__).with_name("interpreter_child.py")
 _STARTING = 120.0  # seconds in which the other interpreter has to import the class, on the driver
 _LONGEST_LINE = 16 * LARGEST_TEXT
-_KEPT_OUTPUT, _SHOWN_OUTPUT = 4000, 500
+_KEPT_OUTPUT = 4000
 
 
 @dataclass(frozen=True)
 class InterpreterEnvironment:
     """Makes environments of the class `target` in processes of the interpreter `python`, see `process`. `settings` and
-    `description` are JSON. The description is the class's own: its name, its methods of the contract, and its tools."""
+    `description` are JSON. The description is the class's own: its methods of the contract, and its tools."""
 
     python: str
     target: str
@@ -40,13 +41,13 @@ class InterpreterEnvironment:
     def environment(self) -> type:
         """The class of the proxies, with the methods that the other interpreter's class has."""
         found = json.loads(self.description)
-        methods: dict[str, Any] = {name: _CONTRACT[name] for name in found["contract"]}
-        methods |= {tool["name"]: _tool(tool) for tool in found["tools"]}
-        return type(found["name"], (_Proxy,), {**methods, "close": _close})
+        methods = {name: _method(name) for name in found["contract"] if name != "close"}
+        methods |= {tool["name"]: _method(tool["name"], schema_from(**tool)) for tool in found["tools"]}
+        return type(self.__name__, (_Proxy,), methods)
 
     @property
     def __name__(self) -> str:
-        return self.environment.__name__
+        return self.target.rpartition(":")[2]
 
     async def __call__(self) -> Any:
         """Errors: EnvironmentCallError where it cannot be made."""
@@ -84,40 +85,36 @@ def process(python: str | Path, target: str, **settings: Any) -> InterpreterEnvi
     path = os.path.abspath(python) if os.sep in str(python) else str(python)  # a link says where its packages are
     target = f"{os.path.abspath(where)}:{name}" if where.endswith(".py") else target
     made = InterpreterEnvironment(path, target, os.getcwd(), given)
-    description = _described(asked, made)
-    made = replace(made, description=json.dumps(description))
+    description = run_async(_described(asked, made))
     contract = description["contract"]
     if "reset" not in contract or not {"step", "get_reward"} & set(contract):
         raise ConfigError(
             f"{asked}: the class has {', '.join(contract) or 'no method of the contract'}; it needs reset(**row), and "
             f"step(text) -> (observation, reward, done) or get_reward() beside public methods, which are tools."
         )
+    made = replace(made, description=json.dumps(description))
     _ = made.environment  # errors of the tools' docstrings
     return made
 
 
-def _described(asked: str, made: InterpreterEnvironment) -> Mapping[str, Any]:
-    request = json.dumps({"do": "describe"}) + "\n"
+async def _described(asked: str, made: InterpreterEnvironment) -> Mapping[str, Any]:
+    child = None
     try:
-        done = subprocess.run(
-            made.command(), input=request, capture_output=True, text=True, timeout=_STARTING, env=_variables()
-        )
-    except OSError as error:
-        raise ConfigError(f"{asked}: the interpreter cannot be started ({error}). Give the path of one.") from None
-    except subprocess.TimeoutExpired:
+        child = await _Child.start(made)
+        return await asyncio.wait_for(child.ask(do="describe"), _STARTING)
+    except TimeoutError:
         raise ConfigError(f"{asked}: importing the class took longer than {_STARTING:g} s.") from None
-    said = done.stderr.strip()[-_SHOWN_OUTPUT:]
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        raise ConfigError(f"{asked}: the interpreter ended with code {done.returncode}; it printed: {said}") from None
-    if "error" in answer:
-        told = ": ".join(answer["error"])
+    except EnvironmentCallError as error:
+        raise ConfigError(f"{asked}: {error}.") from None
+    except Exception as error:  # the other interpreter's, by name
         raise ConfigError(
-            f"{asked}: the class cannot be loaded there: {told}. What it imports must be installed for this "
-            f"interpreter, and the module found from {made.directory}." + (f" It printed: {said}" if said else "")
-        )
-    return answer["value"]
+            f"{asked}: the class cannot be loaded there: {type(error).__name__}: {error}. What it imports must be "
+            f"installed for this interpreter, and the module found from {made.directory}."
+        ) from None
+    finally:
+        if child is not None:
+            child.kill()
+            _ = await child.ending()
 
 
 def _variables() -> dict[str, str]:
@@ -180,7 +177,7 @@ class _Child:
                 f"characters are read"
             ) from None
         if not told.endswith(b"\n"):
-            raise EnvironmentCallError(f"the process of {self._made.__name__} {await self._ending()}")
+            raise EnvironmentCallError(f"the process of {self._made.__name__} {await self.ending()}")
         try:
             answer = json.loads(told)
             if not isinstance(answer, dict) or not {"value", "error"} & set(answer):
@@ -189,15 +186,15 @@ class _Child:
             raise EnvironmentCallError(f"{self._made.__name__} wrote {told[:200]!r} in place of an answer") from None
         return answer
 
-    async def _ending(self) -> str:
+    async def ending(self) -> str:
+        """End it, if it has not ended by itself. Returns how."""
         with suppress(TimeoutError):  # to be killed would hide its code
             await asyncio.wait_for(self._running.wait(), 1.0)
         self.kill()
         code = await self._running.wait()
         with suppress(TimeoutError):  # something that it started may hold the pipe
             await asyncio.wait_for(asyncio.shield(self._listening), 1.0)
-        said = self._printed.decode(errors="replace").strip()[-_SHOWN_OUTPUT:]
-        return f"ended with code {code}" + (f"; it printed last: {said}" if said else "")
+        return ending(code, bytes(self._printed))
 
     async def _listen(self) -> None:
         assert self._running.stderr is not None
@@ -226,37 +223,21 @@ class _Proxy:
     def __init__(self, made: InterpreterEnvironment, child: _Child) -> None:
         self._made, self._child = made, child
 
-
-async def _reset(self: _Proxy, **row: Any) -> Any:
-    return await self._child.ask(do="reset", row=row)
-
-
-async def _step(self: _Proxy, text: str) -> Any:
-    found = await self._child.ask(do="call", name="step", args=[text], kwargs={})
-    return tuple(found) if isinstance(found, list) else found
+    async def close(self) -> None:
+        if self._child.alive:
+            if "close" in json.loads(self._made.description)["contract"]:
+                await self._child.ask(do="call", name="close", args=[], kwargs={})
+            self._child.idle()
 
 
-async def _get_reward(self: _Proxy) -> Any:
-    return await self._child.ask(do="call", name="get_reward", args=[], kwargs={})
+def _method(name: str, json_schema: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    async def method(self: _Proxy, /, *args: Any, **kwargs: Any) -> Any:
+        found = await self._child.ask(do="call", name=name, args=args, kwargs=kwargs)
+        return tuple(found) if name == "step" and isinstance(found, list) else found
 
-
-async def _close(self: _Proxy) -> None:
-    if self._child.alive:
-        if "close" in json.loads(self._made.description)["contract"]:
-            await self._child.ask(do="call", name="close", args=[], kwargs={})
-        self._child.idle()
-
-
-_CONTRACT = {"reset": _reset, "step": _step, "get_reward": _get_reward, "close": _close}
-
-
-def _tool(described: Mapping[str, Any]) -> Callable[..., Any]:
-    async def tool(self: _Proxy, **arguments: Any) -> Any:
-        return await self._child.ask(do="call", name=described["name"], args=[], kwargs=arguments)
-
-    tool.__name__ = described["name"]
-    tool.json_schema = schema_from(**described)  # type: ignore[attr-defined]
-    return tool
+    method.__name__ = name
+    method.json_schema = json_schema  # type: ignore[attr-defined]
+    return method
 
 
 def _plain(value: Any) -> Any:

@@ -58,21 +58,20 @@ class _Served:
             importlib.import_module(kind.PACKAGE)
         names = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
         tools = [_tool(name, getattr(kind, name)) for name in names if name not in _CONTRACT]
-        return {"name": kind.__name__, "contract": [name for name in _CONTRACT if name in names], "tools": tools}
+        return {"contract": [name for name in _CONTRACT if name in names], "tools": tools}
 
     def make(self, settings: dict) -> None:
         self._environment = None
         self._environment = self._loaded()(**settings)
 
-    def reset(self, row: dict) -> typing.Any:
-        """Give `reset` the columns that it takes."""
-        reset = self._environment.reset
-        parameters = inspect.signature(reset).parameters.values()
-        every = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        return reset(**(row if every else {one.name: row[one.name] for one in parameters if one.name in row}))
-
     def call(self, name: str, args: list, kwargs: dict) -> typing.Any:
-        return getattr(self._environment, name)(*args, **kwargs)
+        """`reset` is given the columns that it takes."""
+        method = getattr(self._environment, name)
+        if name == "reset":
+            parameters = inspect.signature(method).parameters
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+                kwargs = {column: kwargs[column] for column in parameters if column in kwargs}
+        return method(*args, **kwargs)
 
     def _loaded(self) -> typing.Any:
         if self._kind is None:

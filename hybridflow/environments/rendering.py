@@ -64,7 +64,8 @@ class ChatRenderer:
         call = {"id": _CALL_ID, "type": "function", "function": PROBE}
         said = self._text([asked, {"role": "assistant", "content": _SAID}])
         called = self._text([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        return call_format(self._turn(called[_common(said, called) :])[0])
+        differing = (at for at, pair in enumerate(zip(said, called, strict=False)) if pair[0] != pair[1])
+        return call_format(self._turn(called[next(differing, len(said)) :])[0])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that the model is to answer."""
@@ -135,9 +136,3 @@ class ChatRenderer:
 def _squeezed(text: str | None) -> str:
     """Without blanks, which templates strip."""
     return "".join((text or "").split())
-
-
-def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -24,7 +24,7 @@ from hybridflow.environments.conversation import Conversation, Turn
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, ContextFullError
 from hybridflow.errors import PromptError
-from hybridflow.processes.channel import framed, read_message
+from hybridflow.processes.channel import Incoming, framed
 
 BEAT = 1.0  # seconds between two signs of life
 
@@ -57,21 +57,23 @@ def serve_agents(given: SessionProcess, tokenizer: Tokenizer, connection: socket
 
 class _Running:
     def __init__(self, given: SessionProcess, tokenizer: Tokenizer) -> None:
-        self._given, self._tokenizer, self._caller = given, tokenizer, UserCalls(given.seconds)
+        self._given, self._caller = given, UserCalls(given.seconds)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, int], asyncio.Future[Turn]] = {}
         self._asked = 0
-        self._renderers = lru_cache(maxsize=64)(self._new_renderer)
+        self._renderers = lru_cache(maxsize=64)(
+            lambda tools: ChatRenderer(tokenizer, given.stop_ids, json.loads(tools), given.options)
+        )
 
     async def serve(self, connection: socket.socket) -> None:
         self._endpoint = Endpoint(asyncio.get_running_loop())
         reader, self._writer = await asyncio.open_connection(sock=connection)
         beats = asyncio.create_task(self._beat())
+        incoming = Incoming()
         try:
-            while True:
-                self._take(*pickle.loads(await read_message(reader)))
-        except asyncio.IncompleteReadError:
-            return  # the host is gone, or wants no more
+            while piece := await reader.read(1 << 20):  # else the host is gone, or wants no more
+                for message in incoming.add(piece):
+                    self._take(*pickle.loads(message))
         finally:
             beats.cancel()
             for task in self._tasks.values():
@@ -102,7 +104,7 @@ class _Running:
             finally:
                 self._turns.pop(name, None)
 
-        session = Conversation(sample, self._renderer, _endpoint=self._endpoint)
+        session = Conversation(sample, lambda tools: self._renderers(json.dumps(list(tools))), _endpoint=self._endpoint)
         stuck = self._caller.stuck
         try:
             ending: Ending = await self._given.act(row, session, self._caller)
@@ -115,12 +117,6 @@ class _Running:
             self._tasks.pop(key, None)
             if self._caller.stuck > stuck:
                 self._say("stuck", self._caller.stuck)
-
-    def _renderer(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
-        return self._renderers(json.dumps(list(tools)))
-
-    def _new_renderer(self, tools: str) -> ChatRenderer:
-        return ChatRenderer(self._tokenizer, self._given.stop_ids, json.loads(tools), self._given.options)
 
     def _say(self, *message: Any) -> None:
         self._writer.write(framed(json.dumps(message).encode()))

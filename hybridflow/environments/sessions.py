@@ -15,7 +15,6 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +76,7 @@ class _Session:
     turns: int = 0  # asked for in this life
     deaths: int = 0
     asked: dict[int, Asked] = field(default_factory=dict)
+    process: _Process | None = None  # None while it waits for one
 
 
 @dataclass(eq=False)
@@ -98,21 +98,19 @@ class Sessions:
         self._template: Supervisor | None = None
         self._processes: list[_Process] = []
         self._waiting: deque[_Session] = deque()
+        self._sessions: dict[int, _Session] = {}  # of both
         self._finished: dict[int, EndedTrajectory] = {}
         self._looked = 0.0
 
     @property
-    def running(self) -> int:
-        return sum(len(process.sessions) for process in self._processes)
-
-    @property
     def under_way(self) -> int:
         """Trajectories that have not ended."""
-        return len(self._waiting) + self.running
+        return len(self._sessions)
 
     def start(self, key: int, row: Mapping[str, Any], seed: int) -> None:
         """Run the agent for `row`. `key` names the trajectory, `seed` decides its draws."""
-        self._waiting.append(_Session(key, row, seed))
+        self._sessions[key] = session = _Session(key, row, seed)
+        self._waiting.append(session)
 
     def take(self) -> dict[int, EndedTrajectory]:
         """The trajectories that have ended since the last call, by key."""
@@ -129,7 +127,7 @@ class Sessions:
             self._place()
             if out or self._finished or time.monotonic() >= due:
                 break
-        return [asked for asked in out if self._asking(asked) is not None]
+        return [asked for asked in out if self._asking(asked)]
 
     def answer(
         self,
@@ -142,68 +140,59 @@ class Sessions:
         routed_experts: Any = None,
     ) -> None:
         """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
-        if (session := self._found(asked.key)) is None:
+        if (session := self._sessions.get(asked.key)) is None:
             return
-        process = self._asking(asked)
-        waits = process is not None
+        waits = self._asking(asked)
         given = token_ids, log_probs, versions, end, temperature, routed_experts
         session.said.append(_Said(asked.ids, asked.sampling, *given, used=waits))
-        if process is not None:
+        if waits:
             del session.asked[asked.number]
-            self._tell(process, "turn", asked.key, asked.number, token_ids, log_probs, end)
+            self._tell(session, "turn", asked.number, token_ids, log_probs, end)
 
     def refuse(self, asked: Asked, why: str, full: bool) -> None:
         """The model cannot be given these ids; `full`: they leave no room for a response."""
-        if (process := self._asking(asked)) is not None:
-            del process.sessions[asked.key].asked[asked.number]
-            self._tell(process, "full" if full else "refused", asked.key, asked.number, why)
+        if self._asking(asked):
+            session = self._sessions[asked.key]
+            del session.asked[asked.number]
+            self._tell(session, "full" if full else "refused", asked.number, why)
 
     def cancel(self, keys: Collection[int]) -> None:
         """Give these trajectories up: they will not be among those that have ended."""
         self._waiting = deque(one for one in self._waiting if one.key not in keys)
-        for process in self._processes:
-            for key in process.sessions.keys() & keys:
-                del process.sessions[key]
-                self._tell(process, "cancel", key)
         for key in keys:
+            session = self._sessions.pop(key, None)
+            if session is not None and session.process is not None:
+                del session.process.sessions[key]
+                self._tell(session, "cancel")
             self._finished.pop(key, None)
 
     def close(self) -> None:
         """Kill the processes. May be called twice; `start` begins anew."""
-        self._waiting.clear()
-        for process in self._processes:
-            process.sessions.clear()
-        self._processes.clear()
+        for held in (self._waiting, self._sessions, self._processes):
+            held.clear()
         if self._template is not None:
             self._template.close()
             self._template = None
 
-    def _asking(self, asked: Asked) -> _Process | None:
-        """The process that waits for this turn; None where it has died since."""
-        for process in self._processes:
-            session = process.sessions.get(asked.key)
-            if session is not None and session.asked.get(asked.number) is asked:
-                return process
-        return None
-
-    def _found(self, key: int) -> _Session | None:
-        running = (process.sessions.get(key) for process in self._processes)
-        return next((one for one in (*running, *self._waiting) if one is not None and one.key == key), None)
+    def _asking(self, asked: Asked) -> bool:
+        """Whether a process waits for this turn: it may have died since."""
+        session = self._sessions.get(asked.key)
+        return session is not None and session.asked.get(asked.number) is asked
 
     def _place(self) -> None:
         """Give waiting trajectories to processes."""
-        room = self._most - self.running
+        room = self._most - (len(self._sessions) - len(self._waiting))
         for _ in range(min(room, len(self._waiting))):
             session = self._waiting.popleft()
-            process = self._process_for(session.deaths)
-            if process is None:
+            session.process = self._process_for(session.deaths)
+            if session.process is None:
                 self._waiting.append(session)
                 continue
-            session.turns, session.asked = 0, {}
+            session.turns = 0
             for said in session.said:
                 said.used = False
-            process.sessions[session.key] = session
-            self._tell(process, "start", session.key, session.row)
+            session.process.sessions[session.key] = session
+            self._tell(session, "start", session.row)
 
     def _process_for(self, level: int) -> _Process | None:
         open_ = [
@@ -218,8 +207,9 @@ class Sessions:
         return min(open_, key=lambda one: len(one.sessions), default=None)
 
     def _fork(self, level: int) -> _Process:
-        if self._template is None or not self._template.alive:
+        if self._template is None:
             self._template = Supervisor(pickled(self._given.main, "the agent"))
+        self._template.lost = 0  # each has cost trajectories one of their lives
         self._processes.append(_Process(self._template.fork(), level))
         return self._processes[-1]
 
@@ -232,11 +222,7 @@ class Sessions:
             if process.worker.ready and (unheard or not process.sessions):
                 process.worker.allow(limit, _QUIET)
         by_worker = {process.worker: process for process in self._processes}
-        try:
-            said = self._template.poll(seconds)
-        except OSError:  # the fork server has ended with all of its workers
-            self._template, lost = None, "ended when something killed the template process"
-            said = [(worker, lost) for worker in by_worker]
+        said = self._template.poll(seconds)
         self._looked = time.monotonic()
         for worker, message in said:
             process = by_worker[worker]
@@ -261,7 +247,7 @@ class Sessions:
         if what not in ("turn", "end", "failed") or (session := process.sessions.get(message[1])) is None:
             return
         if what == "turn":
-            self._asked(process, session, *message[2:], out=out)
+            self._asked(session, *message[2:], out=out)
             return
         ending = Ending(**message[2]) if what == "end" else Ending("failure")
         figures = [*ending.metrics.values(), 0.0 if ending.reward is None else ending.reward]
@@ -271,22 +257,21 @@ class Sessions:
         del process.sessions[session.key]
         self._end(session, ending, failure)
 
-    def _asked(
-        self, process: _Process, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], *, out: Any
-    ) -> None:
+    def _asked(self, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], *, out: Any) -> None:
         if not ids or not all(type(one) is int for one in ids):
             raise ValueError(ids)
         turn, session.turns = session.turns, session.turns + 1
         for said in session.said:
             if not said.used and said.ids == ids and said.sampling == sampling:
                 said.used = True
-                self._tell(process, "turn", session.key, number, said.token_ids, said.log_probs, said.end)
+                self._tell(session, "turn", number, said.token_ids, said.log_probs, said.end)
                 return
         seed = session.seed if turn == 0 else derived_seed(session.seed, turn)
         session.asked[number] = asked = Asked(session.key, number, ids, seed, sampling)
         out.append(asked)
 
     def _end(self, session: _Session, ending: Ending, failure: str | None) -> None:
+        del self._sessions[session.key]
         trajectory = Trajectory()
         for said in session.said:
             if said.used:
@@ -295,21 +280,19 @@ class Sessions:
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _end_process(self, process: _Process) -> None:
-        how = "ended when something killed the template process"
-        if self._template is not None:
-            with suppress(OSError):  # the fork server has ended
-                how = self._template.end(process.worker)
-        self._lost(process, how)
+        assert self._template is not None
+        self._lost(process, self._template.end(process.worker))
 
     def _lost(self, process: _Process, how: str) -> None:
         """A process has ended: its trajectories run again in others."""
         self._processes.remove(process)
         for session in process.sessions.values():
-            session.deaths += 1
+            session.deaths, session.asked, session.process = session.deaths + 1, {}, None
             if session.deaths < len(_TOGETHER):
                 self._waiting.append(session)
             else:
                 self._end(session, Ending("failure"), f"its process {how}, with nothing else in it")
 
-    def _tell(self, process: _Process, *message: Any) -> None:
-        process.worker.send(pickle.dumps(message))
+    def _tell(self, session: _Session, what: str, *rest: Any) -> None:
+        assert session.process is not None
+        session.process.worker.send(pickle.dumps((what, session.key, *rest)))

@@ -54,8 +54,11 @@ class CallFormat:
         try:
             calls, at = self.read(text, at)
         except ValueError as error:
-            return [ToolCall("", error=f"the call cannot be read: {error}")], _after(text, self.end, at, found=False)
-        return calls, _after(text, self.end, at)
+            over = text.find(self.end, at) if self.end else -1
+            at = len(text) if over < 0 else over + len(self.end)
+            return [ToolCall("", error=f"the call cannot be read: {error}")], at
+        start = _skip(text, at)
+        return calls, start + len(self.end) if self.end and text.startswith(self.end, start) else at
 
     def _bare(self, text: str) -> tuple[str, list[ToolCall]]:
         body = text.strip()
@@ -65,7 +68,7 @@ class CallFormat:
             return body, []
         while at < len(body):  # several calls, one after another
             try:
-                more, at = self.read(body, at + len(body[at:]) - len(body[at:].lstrip(" \n;,")))
+                more, at = self.read(body, _skip(body, at, " \n;,"))
             except ValueError:
                 return body, []
             calls += more
@@ -92,7 +95,7 @@ def _json(written: str) -> CallFormat | None:
         body = value[0] if isinstance(value, list) and len(value) == 1 else value
         keys = _keys(body) if isinstance(body, dict) else None
         if keys is not None:
-            begin, rest = _mark(written[:start]), _mark(written[end:])
+            begin, rest = written[:start].strip(), written[end:].strip()
             return CallFormat(begin, lambda text, at, keys=keys: _read_json(text, at, keys), rest)
     return None
 
@@ -102,7 +105,7 @@ def _keys(body: Mapping[str, Any]) -> tuple[str, str] | None:
     inner = body.get("function") if isinstance(body.get("function"), dict) else body
     assert isinstance(inner, Mapping)
     name = next((key for key, value in inner.items() if value == _NAME), None)
-    arguments = next((key for key, value in inner.items() if _as_object(value) == PROBE["arguments"]), None)
+    arguments = next((key for key, value in inner.items() if parsed(value) == PROBE["arguments"]), None)
     return None if name is None or arguments is None else (name, arguments)
 
 
@@ -114,7 +117,7 @@ def _read_json(text: str, at: int, keys: tuple[str, str]) -> tuple[list[ToolCall
         body = body if isinstance(body, dict) else one
         if not isinstance(body, dict) or not isinstance(body.get(keys[0]), str):
             raise ValueError(f"it needs {keys[0]!r} and {keys[1]!r}")
-        arguments = _as_object(body.get(keys[1], {}))
+        arguments = parsed(body.get(keys[1], {}))
         if not isinstance(arguments, dict):
             raise ValueError(f"{keys[1]!r} must be an object")
         found.append(ToolCall(body[keys[0]], arguments))
@@ -127,20 +130,20 @@ def _named_json(written: str) -> CallFormat | None:
     for start in _objects(written, at):
         value, end = _DECODER.raw_decode(written, start)
         if value == PROBE["arguments"]:
-            begin, between = _mark(written[:at]), written[at + len(_NAME) : start]
-            if not begin or not between.strip():
+            begin, between = written[:at].strip(), written[at + len(_NAME) : start].strip()
+            if not begin or not between:
                 return None
 
             def read(text: str, at: int, between: str = between) -> tuple[list[ToolCall], int]:
-                name, mark, _ = text[at:].partition(between.strip())
+                name, mark, _ = text[at:].partition(between)
                 if not mark:
-                    raise ValueError(f"{between.strip()!r} is missing after the name")
+                    raise ValueError(f"{between!r} is missing after the name")
                 value, end = _DECODER.raw_decode(text, _skip(text, at + len(name) + len(mark)))
                 if not isinstance(value, dict):
                     raise ValueError("the arguments must be an object")
                 return [ToolCall(name.strip(), value)], end
 
-            return CallFormat(begin, read, _mark(written[end:]))
+            return CallFormat(begin, read, written[end:].strip())
     return None
 
 
@@ -153,7 +156,7 @@ def _marked(written: str) -> CallFormat:
             f"that reads plain text, or change the template to one of the known forms (docs/environments.md)."
         )
     name, key, value, key2, value2 = spots
-    begin = _mark(written[:name])
+    begin = written[:name].strip()
     head = written[name + len(_NAME) : key]  # the end of the name, then the mark before a key
     middle = written[key + len(_KEYS[0]) : value].strip()
     between = written[value + len(_VALUES[0]) : key2]  # the end of a value, then the mark before a key
@@ -162,7 +165,7 @@ def _marked(written: str) -> CallFormat:
     before = between[len(between) - size :].strip()
     after = between[: len(between) - size].strip()
     named = head[: len(head) - size].strip()
-    end = _mark(tail.strip().removeprefix(after))
+    end = tail.strip().removeprefix(after).strip()
     if not begin or not before or not middle or not after:
         raise ConfigError(f"the chat template writes calls of tools without marks around them: {written!r}.")
     pair = re.compile(rf"\s*{re.escape(before)}(.*?){re.escape(middle)}(.*?)\s*{re.escape(after)}", re.DOTALL)
@@ -176,22 +179,18 @@ def _marked(written: str) -> CallFormat:
         at = found.end() if named and found.group() == named else found.start()
         arguments: dict[str, Any] = {}
         while (one := pair.match(text, at)) is not None:
-            arguments[one[1].strip()], at = _value(one[2].strip("\n")), one.end()
+            arguments[one[1].strip()], at = parsed(one[2].strip("\n")), one.end()
         return [ToolCall(called, arguments)], at
 
     return CallFormat(begin, read, end)
 
 
-def _value(text: str) -> Any:
-    """JSON where it is JSON: a number, a list; text otherwise."""
+def parsed(value: Any) -> Any:
+    """What a text that is JSON says: a number, a list; anything else as it is."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        return text
-
-
-def _as_object(value: Any) -> Any:
-    return _value(value) if isinstance(value, str) and value[:1] == "{" else value
+        return value
 
 
 def _objects(text: str, at: int = 0) -> Sequence[int]:
@@ -206,24 +205,8 @@ def _objects(text: str, at: int = 0) -> Sequence[int]:
     return found
 
 
-def _skip(text: str, at: int) -> int:
-    return at + len(text[at:]) - len(text[at:].lstrip())
-
-
-def _mark(text: str) -> str:
-    """The last line of what stands before a call, or the first of what follows it, without blanks."""
-    return text.strip()
-
-
-def _after(text: str, mark: str, at: int, found: bool = True) -> int:
-    """Past the closing mark: the next one, where the call itself could not be read."""
-    if not mark:
-        return len(text) if not found else at
-    if found:
-        start = _skip(text, at)
-        return start + len(mark) if text.startswith(mark, start) else at
-    where = text.find(mark, at)
-    return len(text) if where < 0 else where + len(mark)
+def _skip(text: str, at: int, blanks: str | None = None) -> int:
+    return len(text) - len(text[at:].lstrip(blanks))
 
 
 _NEEDED = (

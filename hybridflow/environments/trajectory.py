@@ -41,12 +41,7 @@ class TrajectoryRow:
 
     def begins(self, ids: Sequence[int]) -> bool:
         """Whether `ids` are this row's tokens and something after them."""
-        start = len(self.prompt_ids)
-        return (
-            len(ids) >= self.length
-            and list(ids[:start]) == self.prompt_ids
-            and list(ids[start : self.length]) == self.token_ids
-        )
+        return list(ids[: self.length]) == self.prompt_ids + self.token_ids
 
     def _add(
         self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], mask: bool, turn: int

@@ -1,13 +1,9 @@
-"""Channel: messages with their length in front, over sockets and pipes; blocking, as they arrive, or by asyncio."""
+"""Channel: messages with their length in front, over sockets and pipes; blocking, or as their pieces arrive."""
 
 from __future__ import annotations
 
 import os
 import struct
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import asyncio
 
 LARGEST_MESSAGE = 2**28
 """Bytes of one message of a worker. Larger results count as failures, to bound memory."""
@@ -17,6 +13,27 @@ _LENGTH = struct.Struct("!Q")
 
 def framed(message: bytes) -> bytes:
     return _LENGTH.pack(len(message)) + message
+
+
+class Incoming:
+    """Messages put together from pieces."""
+
+    def __init__(self) -> None:
+        self._pieces = bytearray()
+
+    def add(self, piece: bytes) -> list[bytes]:
+        """The messages that are complete now. Errors: ValueError for one that is too large."""
+        self._pieces += piece
+        found = []
+        while len(self._pieces) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._pieces)
+            if size > LARGEST_MESSAGE:
+                raise ValueError(f"a message of {size} bytes")
+            if len(self._pieces) < (end := _LENGTH.size + size):
+                break
+            found.append(bytes(self._pieces[_LENGTH.size : end]))
+            del self._pieces[:end]
+        return found
 
 
 class Channel:
@@ -44,30 +61,3 @@ class Channel:
             raise ValueError(f"a message of {length} bytes")
         message = self._reader.read(length)
         return message if len(message) == length else None
-
-
-class Incoming:
-    """Messages of a descriptor that does not block, put together from pieces."""
-
-    def __init__(self) -> None:
-        self._pieces = bytearray()
-
-    def add(self, piece: bytes) -> list[bytes]:
-        """The messages that are complete now. Errors: ValueError for one that is too large."""
-        self._pieces += piece
-        found = []
-        while len(self._pieces) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._pieces)
-            if size > LARGEST_MESSAGE:
-                raise ValueError(f"a message of {size} bytes")
-            if len(self._pieces) < (end := _LENGTH.size + size):
-                break
-            found.append(bytes(self._pieces[_LENGTH.size : end]))
-            del self._pieces[:end]
-        return found
-
-
-async def read_message(reader: asyncio.StreamReader) -> bytes:
-    """Errors: IncompleteReadError when the other end is closed."""
-    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return await reader.readexactly(size)

@@ -176,7 +176,12 @@ def _work(end: int, printed: int, server: int, function: Callable[..., Any] | No
     except BaseException as error:  # the function's own imports run here
         loading.write(reason_of(error).encode())
         return
-    _limit_memory(setup["memory_mb"])
+    if setup["memory_mb"] is not None:  # beyond what it occupies now
+        with open("/proc/self/statm") as statm:
+            limit = int(statm.read().split()[0]) * resource.getpagesize() + int(setup["memory_mb"] * 2**20)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     loading.write(b"")
     run(connection)
 
@@ -195,15 +200,3 @@ def _prepare(printed: int, server: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("500")  # a machine out of memory takes a verifier before a model
-
-
-def _limit_memory(megabytes: float | None) -> None:
-    """Let the process grow by so much beyond what it occupies now."""
-    if megabytes is None:
-        return
-    with open("/proc/self/statm") as statm:
-        occupied = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = occupied + int(megabytes * 2**20)
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import math
@@ -16,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +23,17 @@ from hybridflow.errors import RewardError
 from hybridflow.processes.channel import Incoming, framed
 
 _PROGRAM = """import json, sys
-sys.path[:] = json.loads(sys.argv[2])
+sys.path[:] = json.loads(sys.argv[1])
 from hybridflow.processes import fork_server
-fork_server.main(int(sys.argv[1]), preload=len(sys.argv) == 3)"""
+fork_server.main(int(sys.argv[2]), preload=len(sys.argv) == 3)"""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Set for workers unless set by the user: threads that start at import prevent forking."""
 
 _LOADING = 120.0  # seconds in which a process has to import what the function needs
 _PATIENCE = 60.0  # seconds in which the fork server has to fork or end a worker, or to end
 _KEPT_OUTPUT, _SHOWN_OUTPUT = 2000, 300
+_RESTARTS = 3
+_LOST = "ended when something killed the template process of the workers"
 
 
 class ServerProcess:
@@ -103,7 +105,7 @@ class ServerProcess:
             self._socket.close()
             self._process.returncode = 0  # not a child of this process, which has nothing to wait for
             return
-        with contextlib.suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         try:
@@ -117,6 +119,7 @@ class ServerProcess:
 class WorkerProcess:
     """One worker process. It is killed at `due` with the words `late`; `ready` once it has loaded the function."""
 
+    server: ServerProcess
     pid: int
     socket: socket.socket
     ended: int  # a pidfd
@@ -138,7 +141,7 @@ class WorkerProcess:
         self.flush()
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):  # it is full; or the worker has ended, as is noticed next
+        with suppress(OSError):  # it is full; or the worker has ended, as is noticed next
             while self.outgoing:
                 del self.outgoing[: self.socket.send(memoryview(self.outgoing)[: 1 << 20].tobytes())]
 
@@ -167,50 +170,61 @@ class WorkerProcess:
         os.close(self.ended)
 
 
-class Supervisor(ServerProcess):
+class Supervisor:
     """Workers that each call `function` (pickled) with a connection to their owner, and may grow by `memory_mb`.
 
-    Errors: RewardError when the function cannot be loaded. All methods: OSError when the server has ended.
+    Their fork server starts with the first one. Where something kills it, they end with it, and the next one starts it
+    anew. Errors: RewardError when the function cannot be loaded.
     """
 
     def __init__(self, function: bytes, memory_mb: float | None = None) -> None:
         self.workers: list[WorkerProcess] = []
-        setup = {"function": function, "memory_mb": memory_mb, "owner": os.getpid()}
-        try:
-            super().__init__(
-                lambda end: [sys.executable, "-c", _PROGRAM, str(end), json.dumps(sys.path)],
-                given=pickle.dumps(setup),
-                environment=ONE_THREAD | os.environ,
-                seconds=_LOADING,
-            )
-        except OSError as error:
-            raise _not_loaded(f"{error}. What it imports must be installed and on sys.path where it runs") from None
+        self._given = pickle.dumps({"function": function, "memory_mb": memory_mb, "owner": os.getpid()})
+        self.server: ServerProcess | None = None
+        self.lost = 0  # servers; the owner may count anew
 
     def fork(self) -> WorkerProcess:
+        """Errors: RewardError also where too many servers were `lost`."""
         ours, theirs = socket.socketpair()
         read, printed = os.pipe()
         output = io.FileIO(read)
-        try:
-            self.ask("fork", ends=[theirs.fileno(), printed])
-        finally:
-            theirs.close()
-            os.close(printed)
-        pid = self.answer()
+        with theirs, io.FileIO(printed, "w"):
+            server, pid = self._forked([theirs.fileno(), printed])
         os.set_blocking(read, False)
         ours.setblocking(False)
-        self.workers.append(worker := WorkerProcess(pid, ours, os.pidfd_open(pid), output))
+        self.workers.append(worker := WorkerProcess(server, pid, ours, os.pidfd_open(pid), output))
         worker.allow(_LOADING)
         return worker
 
+    def _forked(self, ends: list[int]) -> tuple[ServerProcess, int]:
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
+        settings: dict[str, Any] = {"given": self._given, "environment": ONE_THREAD | os.environ}
+        while self.lost <= _RESTARTS:
+            try:
+                server = self.server or ServerProcess(lambda end: [*command, str(end)], seconds=_LOADING, **settings)
+            except OSError as error:
+                raise _not_loaded(f"{error}. What it imports must be installed and on sys.path where it runs") from None
+            try:
+                self.server = server
+                server.ask("fork", ends=ends)
+                return server, server.answer()
+            except OSError:
+                server.close()
+                self.server, self.lost = None, self.lost + 1
+        raise RewardError(f"the template process of the workers is gone. It was started anew {_RESTARTS} times before.")
+
     def end(self, worker: WorkerProcess) -> str:
         """Kill the worker and what it started. Returns how it ended."""
-        self.ask("end", worker.pid)
-        status = self.answer()
         self.workers.remove(worker)
-        while worker.listen():
-            pass
+        how = _LOST
+        with suppress(OSError):  # its server has ended
+            worker.server.ask("end", worker.pid)
+            code = os.waitstatus_to_exitcode(worker.server.answer())
+            while worker.listen():
+                pass
+            how = ending(code, bytes(worker.printed))
         worker.close()
-        return ending(os.waitstatus_to_exitcode(status), bytes(worker.printed))
+        return how
 
     def poll(self, seconds: float) -> list[tuple[WorkerProcess, bytes | str]]:
         """Messages (bytes) of workers, and how others ended (texts), waiting up to `seconds` (1000 at most) for them.
@@ -226,13 +240,12 @@ class Supervisor(ServerProcess):
         ready = dict(waiting.poll(1000 * max(0.0, min(seconds, due - time.monotonic(), 1000.0))))
         found: list[tuple[WorkerProcess, bytes | str]] = []
         for worker in list(self.workers):
-            if not worker.output.closed and worker.output.fileno() in ready:
-                _ = worker.listen()
+            _ = worker.listen()
+            worker.flush()
             state = ready.get(worker.socket.fileno(), 0)
-            if state & select.POLLOUT:
-                worker.flush()
             # An answer from before its end is read before the end is seen.
-            messages = worker.read() if state & ~select.POLLOUT else None if worker.ended in ready else []
+            over = worker.ended in ready or not worker.server.alive
+            messages = worker.read() if state & ~select.POLLOUT else None if over else []
             if messages and not worker.ready:
                 if why := messages.pop(0):
                     raise _not_loaded(why.decode(errors="replace"))
@@ -240,7 +253,7 @@ class Supervisor(ServerProcess):
             if messages is None or (worker.due <= time.monotonic() and not messages):
                 late = "" if messages is None else worker.late
                 how = self.end(worker)
-                if not worker.ready:
+                if not worker.ready and how != _LOST:
                     raise _not_loaded(late or how)
                 found.append((worker, late or how))
             found += [(worker, message) for message in messages or ()]
@@ -248,13 +261,17 @@ class Supervisor(ServerProcess):
 
     def sweep(self) -> None:
         """Kill the daemons that workers left behind."""
-        self.ask("sweep")
+        if self.server is not None:
+            with suppress(OSError):  # it has ended, and they with it
+                self.server.ask("sweep")
 
     def close(self) -> None:
-        """End the server and its workers (in a process that was forked from the owner: forget them)."""
+        """End the server and its workers (in a process forked from the owner: forget them); `fork` begins anew."""
         while self.workers:
             self.workers.pop().close()
-        super().close()
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
 
 def ending(code: int, output: bytes) -> str:

@@ -119,8 +119,7 @@ def read(text: str, letters: bool = False) -> Tree | None:
         plain = re.sub(r"(?<=\d)\s*k$", r"*1000", plain)
         plain = re.sub(r"(?<=[\d\s})])([A-Za-z])(?=(?:\^\{?\d\}?)?$)", r" §\1", plain)
     if "\\pm" in plain or "\\mp" in plain:
-        signs = ({"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"})
-        written = [re.sub(r"\\[pm][pm]", lambda found, of=of: of.get(found[0], "?"), plain) for of in signs]
+        written = [plain.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in ("+-", "-+")]
         both = [part for part in map(read, written) if part]
         return Tree("list", tuple(both)) if len(both) == 2 else None
     for head in ("", (_HEAD.match(plain) or [""])[0]):
@@ -152,8 +151,7 @@ def _tokens(text: str) -> list[_Token]:
         if matched is None:
             raise Unread
         kind, said, gap = matched.lastgroup or "", matched[0].strip(), bool(matched["gap"])
-        value = next((make(matched) for group, make in _NUMBERS.items() if matched[group]), None)
-        if value:
+        if value := _number(matched):
             found.append(_Token("number", said, gap, value))
         elif kind in ("rate", "name", "matrix", "end"):
             found.append(_Token({"rate": "word"}.get(kind, kind), re.sub(r"[\s{}§]", "", said), gap))
@@ -184,41 +182,32 @@ def _letters(said: str, gap: bool, upright: bool, before: str) -> list[_Token]:
     return [_Token("name", letter, gap and not at) for at, letter in enumerate(said)]
 
 
-def _mixed(found: re.Match[str]) -> Tree:
-    """`2 1/2`."""
-    whole, over, under = (int(found[part]) for part in ("ones", "over", "under"))
-    if not 0 < over < under:
-        raise Unread
-    return number(whole + Fraction(over, under), None)
+def _number(found: re.Match[str]) -> Tree | None:
+    """`2 1/2`, `1011_2`, `1.50`, `1e3`, `0.1\\overline{6}`, `0.666\\ldots`; None for a token that is no number.
 
-
-def _based(found: re.Match[str]) -> Tree:
-    """`1011_2`: a number and its base."""
-    base = int({"two": "2", "three": "3", "eight": "8", "ten": "10"}.get(found["base"], found["b"] or found["base"]))
-    if not 2 <= base <= 16 or any(int(digit, 16) >= base for digit in found["digits"]):
-        raise Unread
-    return number(int(found["digits"])) if base == 10 else Tree("based", (int(found["digits"], base), base))
-
-
-def _decimal(found: re.Match[str]) -> Tree:
-    """`1.50`, `1e3`, `0.1\\overline{6}`, `0.666\\ldots`; digits without a cycle in front of dots are cut off."""
-    whole, part, cycle, exponent = (
-        found["whole"] or "0",
-        found["part"] or "",
-        found["cycle"] or found["digit"],
-        int(found["power"] or 0),
-    )
+    Digits without a cycle in front of dots are cut off.
+    """
+    if found["mixed"]:
+        whole, over, under = (int(found[part]) for part in ("ones", "over", "under"))
+        if not 0 < over < under:
+            raise Unread
+        return number(whole + Fraction(over, under), None)
+    if found["based"]:
+        base = int({"two": 2, "three": 3, "eight": 8, "ten": 10}.get(found["base"], found["b"] or found["base"]))
+        if not 2 <= base <= 16 or any(int(digit, 16) >= base for digit in found["digits"]):
+            raise Unread
+        return number(int(found["digits"])) if base == 10 else Tree("based", (int(found["digits"], base), base))
+    if not found["number"]:
+        return None
+    part, cycle, exponent = found["part"] or "", found["cycle"] or found["digit"], int(found["power"] or 0)
     if (found["part"] is None and (cycle or found["dots"])) or abs(exponent) > _EXPONENT:
         raise Unread
     if found["dots"] and (again := re.fullmatch(r"(\d*?)(\d+?)\2+", part)):
         part, cycle = again[1], again[2]
-    value = Fraction(int(whole + part), 10 ** len(part))
+    value = Fraction(int((found["whole"] or "0") + part), 10 ** len(part))
     if cycle:
         return number(value + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(part)), None)
     return number(value * Fraction(10) ** exponent, max(0, len(part) - exponent))
-
-
-_NUMBERS = {"mixed": _mixed, "based": _based, "number": _decimal}
 
 
 class _Parser:
@@ -391,16 +380,13 @@ class _Parser:
         return found
 
     def matrix(self) -> Tree:
-        rows, row = list[Tree](), [self.item()]
-        while self.token().kind != "end":
-            if self.sign("and"):
-                row.append(self.item())
-            elif not self.sign("\\\\"):
-                raise Unread
-            elif self.token().kind != "end":
-                rows, row = [*rows, Tree("row", tuple(row))], [self.item()]
+        rows = [self.listing()]
+        while self.sign("\\\\") and self.token().kind != "end":
+            rows.append(self.listing())
+        if self.token().kind != "end" or any(row.kind in ("or", "either") for row in rows):
+            raise Unread
         self.at += 1
-        return Tree("matrix", (*rows, Tree("row", tuple(row))))
+        return Tree("matrix", tuple(Tree("row", row.parts if row.kind == "list" else (row,)) for row in rows))
 
     def function(self, name: str) -> Tree:
         if name in ("frac", "binom"):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, RewardError
@@ -381,25 +381,19 @@ def _value(text: str) -> Any:
 def same_output(printed: str, wanted: str) -> bool:
     """Whether a program printed the wanted output.
 
-    Blanks at the ends of lines and empty lines at the end do not count; where a line differs its words are compared,
-    and one that is wanted with a decimal point may differ by 1e-6.
+    Blanks between words and empty lines at the end do not count, and a word that is wanted with a decimal point may
+    differ by 1e-6.
     """
-    found, expected = _lines(printed), _lines(wanted)
-    return len(found) == len(expected) and all(map(_same_line, found, expected))
+    lines = list(zip_longest(_lines(printed), _lines(wanted)))
+    return all(a is not None and b is not None and len(a) == len(b) and all(map(_same_word, a, b)) for a, b in lines)
 
 
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+def _lines(text: str) -> list[list[str]]:
+    """The words of each line."""
+    lines = [line.split() for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()
     return lines
-
-
-def _same_line(found: str, expected: str) -> bool:
-    if found == expected:
-        return True
-    words, wanted = found.split(), expected.split()
-    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
 
 
 def _same_word(found: str, expected: str) -> bool:

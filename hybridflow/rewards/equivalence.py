@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ def equivalent(a: Tree, b: Tree) -> bool:
     if kinds & {*_SEVERAL}:
         return _same_items(a, b)
     if len(kinds) == 1 and a.kind in ("matrix", "row"):
-        return len(a.parts) == len(b.parts) and all(map(equivalent, a.parts, b.parts))
+        return _in_order(a.parts, b.parts)
     if any(same_number(x, y) for x, y in number_pairs(a, b)):
         return True
     factor = conversion(*(node.parts[1] if node.kind == "quantity" else None for node in (a, b)))
@@ -118,7 +118,7 @@ def _same_items(a: Tree, b: Tree) -> bool:
     kinds, brackets = {a.kind, b.kind}, {node.parts[0] for node in (a, b) if node.kind == "tuple"}
     x, y = _items(a), _items(b)
     if kinds == {"tuple"}:
-        return len(brackets) == 1 and len(x) == len(y) and all(map(equivalent, x, y))
+        return len(brackets) == 1 and _in_order(x, y)
     if Tree("name", ("empty",)) in (a, b) or brackets - {"()"} or {"set", "tuple"} <= kinds:
         return False
     if "set" in kinds or "or" in kinds:
@@ -130,7 +130,7 @@ def _same_items(a: Tree, b: Tree) -> bool:
     if len(x) != len(y):
         return False
     if brackets or (set() in labels and len(x) == max(map(len, labels)) > 1):
-        return all(equivalent(left, (_solved(right) or (0, right))[1]) for left, right in zip(x, y))
+        return _in_order(x, [(_solved(item) or (0, item))[1] for item in y])
     left = list(y)
     for item in x:
         at = next((at for at, other in enumerate(left) if equivalent(item, other)), None)
@@ -138,6 +138,10 @@ def _same_items(a: Tree, b: Tree) -> bool:
             return False
         del left[at]
     return True
+
+
+def _in_order(x: Sequence[Tree], y: Sequence[Tree]) -> bool:
+    return len(x) == len(y) and all(map(equivalent, x, y))
 
 
 def _items(node: Tree) -> list[Tree]:

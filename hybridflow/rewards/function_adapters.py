@@ -99,7 +99,13 @@ class TRLFunction(BoundFunction):
         name = name_of(function)
         signature, parameters, everything = parameters_of(function)
         named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        reads = self._listed_reads(function, f"reward function {name}", signature, set(named), everything)
+        reads = getattr(function, "reads", None)
+        if isinstance(reads, str) or not all(isinstance(entry, str) and entry.rstrip("?") for entry in reads or ()):
+            raise ConfigError(f"reward function {name}: reads={reads!r} must be a tuple of column names.")
+        if strange := [entry for entry in reads or () if not everything and entry.removesuffix("?") not in named]:
+            raise ConfigError(
+                f"reward function {name}{signature} reads the column {strange[0]!r} and does not take it."
+            )
         nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
         takes = everything or "completions" in named or "completion_ids" in named
         if nameless or not takes or (reads is None and {"prompt", "response"} & named.keys()):
@@ -114,7 +120,7 @@ class TRLFunction(BoundFunction):
                 f"parameter a default, and bring what it needs as a column of the prompts."
             )
         own = [parameter for parameter in named.values() if parameter.name not in (*TEXTS, *_LOGS, TRAINER)]
-        super().__init__(function, _entries(own) if reads is None else reads, everything and reads is None)
+        super().__init__(function, _entries(own) if reads is None else tuple(reads), everything and reads is None)
         takes_all = everything and (reads is None or not any(text in named for text in TEXTS))
         self._texts = [text for text in TEXTS if text in named or takes_all]
         self.ids = "completion_ids" in self._texts
@@ -123,32 +129,13 @@ class TRLFunction(BoundFunction):
         self.components = getattr(function, "components", None)
         self.limits_itself = getattr(function, "limits_itself", False)
 
-    @staticmethod
-    def _listed_reads(
-        function: Any, name: str, signature: inspect.Signature, known: set[str], everything: bool
-    ) -> tuple[str, ...] | None:
-        """The columns that an attribute `reads` lists; None without one."""
-        reads = getattr(function, "reads", None)
-        if reads is None:
-            return None
-        if isinstance(reads, str) or not all(isinstance(entry, str) and entry.rstrip("?") for entry in reads):
-            raise ConfigError(f"{name}: reads={reads!r} must be a tuple of column names.")
-        strange = [entry for entry in reads if not everything and entry.removesuffix("?") not in known]
-        if strange:
-            raise ConfigError(f"{name}{signature} reads the column {strange[0]!r} and does not take it.")
-        return tuple(reads)
-
     def scores(self, rows: Rows, seconds: float) -> Any:
         given = {name: values for name, values in rows.items() if name not in ("prompt", "response")}
         if "prompts" in self._texts:
             given["prompts"] = rows["prompt"]
         if "completions" in self._texts:
             given["completions"] = list(map(_completion, rows["prompt"], rows["response"]))
-        return _attempt(partial(self.inner, **given, **dict.fromkeys(self.logs, _dropped)))
-
-
-def _dropped(name: str, value: Any) -> None:
-    """TRL's `log_extra` and `log_metric`: values are dropped."""
+        return _attempt(partial(self.inner, **given, **dict.fromkeys(self.logs, lambda name, value: None)))
 
 
 def _completion(prompt: Any, response: str) -> Any:

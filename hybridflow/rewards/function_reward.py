@@ -34,13 +34,9 @@ class Table:
     rows: list[int]
     lengths: list[int]
 
-    def part(self, start: int, stop: int) -> Rows:
-        return {name: values[start:stop] for name, values in self.columns.items()}
-
-    def take(self, at: Sequence[int]) -> Table:
+    def part(self, at: Sequence[int]) -> Rows:
         """The rows at these places."""
-        columns = {name: [values[i] for i in at] for name, values in self.columns.items()}
-        return Table(columns, [self.rows[i] for i in at], [self.lengths[i] for i in at])
+        return {name: list(map(values.__getitem__, at)) for name, values in self.columns.items()}
 
 
 class FunctionReward:
@@ -97,11 +93,10 @@ class FunctionReward:
         lengths = list(map(len, ids)) if self.level == "token" else [0] * len(rows)
         return Table({**given, "prompt": list(prompts), "response": list(responses)}, rows, lengths)
 
-    def accepted(self, values: Any, table: Table, start: int, stop: int) -> list[Answer]:
-        """The checked answers for the rows start:stop. Errors: RewardError for a wrong one."""
-        rows, lengths = table.rows[start:stop], table.lengths[start:stop]
-        answers = values if self.per_row else self._one_per_row(values, rows)
-        return [self._answer(answer, row, length) for answer, row, length in zip(answers, rows, lengths)]
+    def accepted(self, values: Any, table: Table, at: Sequence[int]) -> list[Answer]:
+        """The checked answers for the rows at these places. Errors: RewardError for a wrong one."""
+        answers = values if self.per_row else self._one_per_row(values, [table.rows[row] for row in at])
+        return [self._answer(answer, table.rows[row], table.lengths[row]) for answer, row in zip(answers, at)]
 
     def _one_per_row(self, answer: Any, rows: Sequence[int]) -> Sequence[Any]:
         values = _listed(answer)
@@ -181,20 +176,19 @@ class LateCallError(BaseException):
 
 
 class Chunk(NamedTuple):
-    """Rows start:stop for one call of a function."""
+    """The rows at these places of a table, for one call of a function."""
 
     reward: FunctionReward
     table: Table
-    start: int
-    stop: int
+    at: Sequence[int]
 
     @property
     def together(self) -> bool:
         """Whether its rows run on one event loop, each with a limit of its own; a row alone has the call's."""
-        return self.reward.per_row and self.reward.bound.is_async and self.stop - self.start > 1
+        return self.reward.per_row and self.reward.bound.is_async and len(self.at) > 1
 
     def failed(self, failure: RowFailure) -> RewardError:
-        first, last = self.table.rows[self.start], self.table.rows[self.stop - 1]
+        first, last = self.table.rows[self.at[0]], self.table.rows[self.at[-1]]
         return self.reward.failed(failure, f"at row {first}" if first == last else f"for rows {first}..{last}")
 
     def taken(self, outcome: Outcome, raising: bool) -> list[Answer] | None:
@@ -207,22 +201,22 @@ class Chunk(NamedTuple):
         """
         values = outcome.value if outcome.ok else Breakdown(str(outcome.failure))
         if not isinstance(values, RowFailure):
-            answers = self.reward.accepted(values, self.table, self.start, self.stop)
+            answers = self.reward.accepted(values, self.table, self.at)
         elif (
-            self.stop - self.start > 1
+            len(self.at) > 1
             and not self.reward.bound.whole
             and not (values.error and (raising or isinstance(values.error, LateCallError)))
         ):
             return None
         elif (outcome.failure or "").startswith(UNSENT):
-            raise self.reward.error(f"{outcome.failure} at row {self.table.rows[self.start]}.")
+            raise self.reward.error(f"{outcome.failure} at row {self.table.rows[self.at[0]]}.")
         elif raising:
             raise self.failed(values) from values.error
         else:
-            answers = [values] * (self.stop - self.start)
-        for row, answer in enumerate(answers, self.start):
+            answers = [values] * len(self.at)
+        for row, answer in zip(self.at, answers, strict=True):
             if raising and isinstance(answer, RowFailure):
-                raise self._replace(start=row, stop=row + 1).failed(answer) from answer.error
+                raise self._replace(at=[row]).failed(answer) from answer.error
         return answers
 
 

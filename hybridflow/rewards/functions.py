@@ -154,59 +154,52 @@ class Functions:
     ) -> Scores:
         """Scores of all rows. Errors: RewardError naming function, its place, row and column."""
         given = dict(columns) if response_ids is None else {**columns, "response_ids": response_ids}
-        whole = [reward.table(prompts, responses, given, row_ids) for reward in self.rewards]
-        places = self._places(whole[0], columns)
-        tables = [table.take(at) for table, at in zip(whole, places)] if self.by else whole
+        tables = [reward.table(prompts, responses, given, row_ids) for reward in self.rewards]
+        chunks = list(self._chunks(tables, columns))
         self.check()
         if self._pool is not None:
-            found = self._judged(tables, self._run_in_workers)
+            found = self._judged(len(prompts), chunks, self._run_in_workers)
         else:
             with CallLimit() as limit:
-                found = self._judged(tables, partial(self._run_here, limit))
-        answers: list[list[Answer]] = [[{VALUE: None}] * len(whole[0].rows) for _ in found]
-        for own, at, given_answers in zip(answers, places, found, strict=True):
-            for place, answer in zip(at, given_answers, strict=True):
-                own[place] = answer
-        return self._scores(answers, whole[0])
+                found = self._judged(len(prompts), chunks, partial(self._run_here, limit))
+        return self._scores(found, tables[0])
 
-    def _places(self, table: Table, columns: Columns) -> list[Sequence[int]]:
-        """For each function the rows that it judges. Errors: RewardError for a name without a function."""
-        if self.by is None:
-            return [range(len(table.rows))] * len(self.names)
-        kinds: Any = columns[self.by]
-        for row, kind in zip(table.rows, kinds, strict=True):
+    def _chunks(self, tables: Sequence[Table], columns: Columns) -> Iterator[Chunk]:
+        """One that is called row by row has a call per row, one of whole batches has one, others have one per worker.
+
+        Errors: RewardError for a name without a function.
+        """
+        kinds: Any = None if self.by is None else columns[self.by]
+        for row, kind in () if kinds is None else zip(tables[0].rows, kinds, strict=True):
             if kind not in self.names:
                 raise RewardError(
                     f"row {row} has {self.by}={kind!r}, for which there is no reward function; there are those of "
                     f"{', '.join(self.names)}. Give function={{..., {kind!r}: f}}."
                 )
-        return [[i for i, kind in enumerate(kinds) if kind == name] for name in self.names]
+        for name, reward, table in zip(self.names, self.rewards, tables, strict=True):
+            own = range(len(table.rows)) if kinds is None else [i for i, kind in enumerate(kinds) if kind == name]
+            parts = 1 if reward.bound.whole else max(1, self.workers)
+            size = 1 if reward.per_row and not reward.bound.is_async else -(-len(own) // parts)
+            for start in range(0, len(own), size or 1):
+                yield Chunk(reward, table, own[start : start + size])
 
     def _judged(
-        self, tables: Sequence[Table], run: Callable[[Sequence[Chunk]], Iterable[Outcome]]
+        self, rows: int, chunks: Sequence[Chunk], run: Callable[[Sequence[Chunk]], Iterable[Outcome]]
     ) -> list[list[Answer]]:
-        """Every function's answers. One that is called row by row has a call per row, one of whole
-        batches has one, others have one per worker."""
-        found: list[list[Answer]] = [[{}] * len(table.rows) for table in tables]
-        chunks = [
-            Chunk(reward, table, start, min(start + size, len(table.rows)))
-            for reward, table in zip(self.rewards, tables, strict=True)
-            for alone in [reward.per_row and not reward.bound.is_async]
-            for parts in [1 if reward.bound.whole else max(1, self.workers)]
-            for size in [1 if alone else -(-len(table.rows) // parts)]
-            for start in range(0, len(table.rows), size or 1)
-        ]
+        """Every function's answers for all rows."""
+        found: dict[FunctionReward, list[Answer]] = {reward: [{VALUE: None}] * rows for reward in self.rewards}
         while chunks:
             again: list[Chunk] = []
             for chunk, outcome in zip(chunks, run(chunks), strict=True):
                 if outcome.failure == NOT_BEGUN:
                     again.append(chunk)
                 elif (answers := chunk.taken(outcome, self.on_failure == "raise")) is None:
-                    again += [chunk._replace(start=row, stop=row + 1) for row in range(chunk.start, chunk.stop)]
+                    again += [chunk._replace(at=[row]) for row in chunk.at]
                 else:
-                    found[self.rewards.index(chunk.reward)][chunk.start : chunk.stop] = answers
+                    for row, answer in zip(chunk.at, answers, strict=True):
+                        found[chunk.reward][row] = answer
             chunks = again
-        return found
+        return [*found.values()]
 
     def _run_here(self, limit: CallLimit, chunks: Sequence[Chunk]) -> Iterator[Outcome]:
         """Runs the chunks in this process, lazily."""
@@ -226,7 +219,7 @@ class Functions:
             raise RewardError(f"reward functions {names}: {error}") from error
 
     def _call(self, chunk: Chunk) -> tuple[int, Rows]:
-        return self.rewards.index(chunk.reward), chunk.table.part(chunk.start, chunk.stop)
+        return self.rewards.index(chunk.reward), chunk.table.part(chunk.at)
 
     def close(self) -> None:
         """Stop the worker processes, if any, and close the functions that have a method `close`, as verifiers do."""
@@ -241,12 +234,11 @@ class Functions:
                     _log.warning("%s.close() raised %s: %s", name_of(part), type(error).__name__, error)
 
     def _scores(self, answers: Sequence[Sequence[Answer]], table: Table) -> Scores:
-        failures: list[str | None] = [None] * len(table.rows)
-        sums: list[Value] = []
-        for number, row in enumerate(zip(*answers, strict=True)):
-            failed = [(r.name, one.reason) for r, one in zip(self.rewards, row) if isinstance(one, RowFailure)]
-            failures[number] = ": ".join(failed[0]) if failed else None
-            sums.append(None if failed else self._sum([one[VALUE] for one in row], table.rows[number]))  # type: ignore
+        failures, sums = list[str | None](), list[Value]()
+        for row, given in zip(table.rows, zip(*answers, strict=True), strict=True):
+            reasons = (f"{r.name}: {a.reason}" for r, a in zip(self.rewards, given) if isinstance(a, RowFailure))
+            failures.append(next(reasons, None))
+            sums.append(None if failures[-1] else self._sum([one[VALUE] for one in given], row))  # type: ignore
         if failed := [(row, why) for row, why in zip(table.rows, failures, strict=True) if why is not None]:
             _log.warning("%d of %d rows could not be judged; row %d: %s", len(failed), len(table.rows), *failed[0])
         columns = {

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer, thoughts
 from hybridflow.rewards.answer_grammar import Tree, read
 from hybridflow.rewards.equivalence import equivalent, number_pairs
 from hybridflow.rewards.function_adapters import RowFailure
-from hybridflow.settings import is_whole
+from hybridflow.settings import Check, NonNegative, check_fields, is_whole, require
 
 
+@dataclass(eq=False)
 class Comparison:
     """A verifier that scores each completion alone, against the references in column `answer` of its row.
 
@@ -25,12 +27,16 @@ class Comparison:
     reference is missing, or none of these, is a RowFailure. Errors: ConfigError for what names no column.
     """
 
-    def __init__(self, answer: str) -> None:
-        if not isinstance(answer, str) or not answer:
-            name = type(self).__name__
-            raise ConfigError(f"{name}(answer={answer!r}): name the column that holds the reference.")
-        self.answer = answer
-        self.reads = (answer,)
+    answer: str = "answer"
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.answer, str) and self.answer != ""
+        require(good, f"{type(self).__name__}(answer={self.answer!r}): name the column that holds the reference.")
+        check_fields(self)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.answer,)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references."""
@@ -59,6 +65,7 @@ class Comparison:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class Exact(Comparison):
     """1.0 where the completion is the reference in column `answer` and nothing else, else 0.0.
 
@@ -66,9 +73,7 @@ class Exact(Comparison):
     Comparison.
     """
 
-    def __init__(self, answer: str = "answer", *, ignore_case: bool = False) -> None:
-        super().__init__(answer)
-        self.ignore_case = ignore_case
+    ignore_case: bool = field(default=False, kw_only=True)
 
     def score(self, completion: str, references: list[str]) -> float:
         return _among(completion, references, self.ignore_case)
@@ -93,9 +98,11 @@ class Regex(Comparison):
         except (re.error, TypeError) as error:
             raise ConfigError(f"Regex({pattern!r}) is no regular expression: {error}.") from error
         super().__init__("none" if answer is None else answer)
-        self.compares = answer is not None
-        self.reads = self.reads if self.compares else ()
-        self.full, self.ignore_case = full, ignore_case
+        self.compares, self.full, self.ignore_case = answer is not None, full, ignore_case
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.answer,) if self.compares else ()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references if named."""
@@ -121,6 +128,7 @@ class Regex(Comparison):
         return _among((match[1] if self.pattern.groups else match[0]) or "", references, self.ignore_case)
 
 
+@dataclass(eq=False)
 class Numeric(Comparison):
     """1.0 where the number that the completion gives as its answer is the reference in column `answer`, else 0.0.
 
@@ -130,14 +138,10 @@ class Numeric(Comparison):
     Errors: ConfigError for a negative tolerance.
     """
 
-    def __init__(
-        self, answer: str = "answer", *, absolute: float = 0.0, relative: float = 0.0, unmarked: bool = False
-    ) -> None:
-        super().__init__(answer)
-        for name, value in (("absolute", absolute), ("relative", relative)):
-            if not isinstance(value, Real) or not 0 <= value < float("inf"):
-                raise ConfigError(f"Numeric({name}={value!r}): give a number of at least 0.")
-        self.absolute, self.relative, self.unmarked = absolute, relative, unmarked
+    _: KW_ONLY
+    absolute: NonNegative = 0.0
+    relative: NonNegative = 0.0
+    unmarked: bool = False
 
     def score(self, completion: str, references: list[str]) -> float | RowFailure:
         right = [read(reference_answer(text)) for text in references]
@@ -160,6 +164,10 @@ class Numeric(Comparison):
         )
 
 
+_Tokens = Annotated[int, Check("a whole number of at least 1", lambda value: is_whole(value) and value >= 1)]
+
+
+@dataclass(eq=False)
 class Overlong:
     """0 up to max_tokens - cache response tokens, then linearly down to -1 at `max_tokens` and beyond.
 
@@ -169,16 +177,16 @@ class Overlong:
     Errors: ConfigError unless 0 < cache <= max_tokens. Yu et al., "DAPO" (2025), section 3.4, equation 13.
     """
 
-    def __init__(self, max_tokens: int, cache: int) -> None:
-        for name, value in (("max_tokens", max_tokens), ("cache", cache)):
-            if not is_whole(value) or value < 1:
-                raise ConfigError(f"Overlong({name}={value!r}): must be a whole number of at least 1.")
-        if cache > max_tokens:
-            raise ConfigError(
-                f"Overlong(max_tokens={max_tokens}, cache={cache}): the penalty grows over the last `cache` of "
-                f"max_tokens, which are fewer."
-            )
-        self.max_tokens, self.cache = max_tokens, cache
+    max_tokens: _Tokens
+    cache: _Tokens
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require(
+            self.cache <= self.max_tokens,
+            f"Overlong(max_tokens={self.max_tokens}, cache={self.cache}): the penalty grows over the last `cache` of "
+            f"max_tokens, which are fewer.",
+        )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         free = self.max_tokens - self.cache

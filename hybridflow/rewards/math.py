@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-from hybridflow.errors import ConfigError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
 from hybridflow.rewards.answer_grammar import Tree, read
 from hybridflow.rewards.answer_layout import layout
@@ -14,11 +14,12 @@ from hybridflow.rewards.equivalence import equivalent
 from hybridflow.rewards.formula import OutOfTime, limited
 from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.rewards.match import Comparison, completion_text
-from hybridflow.settings import is_number
+from hybridflow.settings import Positive
 
 _OWN_SECONDS = 0.5  # processor seconds that every row may take; most need 0.0005
 
 
+@dataclass(eq=False)
 class Math(Comparison):
     """1.0 where the final answer of the completion equals the reference in column `answer`, else 0.0.
 
@@ -41,16 +42,11 @@ class Math(Comparison):
     number, is a RowFailure. Errors: ConfigError for settings out of range.
     """
 
-    limits_itself = True
-
-    def __init__(
-        self, answer: str = "answer", *, seconds: float = 5.0, batch_seconds: float = 0.8, unmarked: bool = False
-    ) -> None:
-        super().__init__(answer)
-        for name, value in (("seconds", seconds), ("batch_seconds", batch_seconds)):
-            if not is_number(value) or not value > 0:
-                raise ConfigError(f"Math({name}={value!r}): give a number above 0.")
-        self.seconds, self.batch_seconds, self.unmarked = seconds, batch_seconds, unmarked
+    limits_itself: ClassVar = True
+    _: KW_ONLY
+    seconds: Positive = 5.0
+    batch_seconds: Positive = 0.8
+    unmarked: bool = False
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references."""
@@ -77,12 +73,6 @@ class Math(Comparison):
             return RowFailure(f"the reference in column {self.answer!r} is {references!r:.200}, which has no answer")
         answer = final_answer(completion, unmarked=self.unmarked)
         return float(answer is not None and any(same_answer(answer, text) for text in texts))
-
-
-def judge(solution: str, reference: str, *, unmarked: bool = False) -> bool:
-    """Whether the final answer of `solution` is `reference`."""
-    answer = final_answer(solution, unmarked=unmarked)
-    return answer is not None and same_answer(answer, reference)
 
 
 @lru_cache(4096)

@@ -18,16 +18,8 @@ CHANGING = re.compile(
     r"|sin|cos|tan|log|ln|exp|sqrt|pi|even|odd|prime|digits?|mod)\b",
     re.IGNORECASE,
 )
-CURRENCIES = {
-    "\x03": "dollar",
-    "€": "euro",
-    "£": "pound",
-    "¥": "yen",
-    "₹": "rupee",
-    "¢": "cent",
-    "USD": "usd",
-    "Rs": "rupee",
-}
+_SIGNS = "\x03 dollar € euro £ pound ¥ yen ₹ rupee ¢ cent USD usd Rs rupee"
+CURRENCIES = dict(zip(*[iter(_SIGNS.split(" "))] * 2))
 # For each dimension: units with their factors. All other words are units of their own.
 _TABLE = """
 length m=1 meter=1 metre=1 km=1000 kilometer=1000 kilometre=1000 dm=1/10 cm=1/100 centimeter=1/100 centimetre=1/100

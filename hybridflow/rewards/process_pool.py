@@ -24,21 +24,18 @@ from typing import Any, Self
 
 import cloudpickle
 
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.errors import ConfigError
 from hybridflow.processes.channel import LARGEST_MESSAGE, Channel
 from hybridflow.processes.fork_server import reason_of
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
 from hybridflow.rewards.function_adapters import Breakdown, RowFailure, name_of, settled
-from hybridflow.settings import is_number, require
+from hybridflow.settings import Positive, Size, checked, is_number, require
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and named arguments."""
 
 NOT_BEGUN = "was not begun: too many others failed"
 UNSENT = "answered with what cannot be sent back"
-
-_RESTARTS = 3
-_LOST = "ended when something killed the template process of the workers"
 
 
 @dataclass(frozen=True)
@@ -72,15 +69,16 @@ class ProcessPool:
     Errors: ConfigError for settings out of range; RewardError when the function cannot be loaded in a worker.
     """
 
+    workers: Size
+    seconds: Positive
+    memory_mb: Positive | None
+
     def __init__(
         self, function: Callable[..., Any], workers: int, *, seconds: float, memory_mb: float | None = None
     ) -> None:
-        good = type(workers) is int and workers >= 1
-        require(good, f"ProcessPool(workers={workers!r}): give a whole number of at least 1.")
-        require(_positive(seconds), f"ProcessPool(seconds={seconds!r}): give a number above 0.")
-        good = memory_mb is None or _positive(memory_mb)
-        require(good, f"ProcessPool(memory_mb={memory_mb!r}): give a number above 0.")
         self.function, self.workers, self.seconds, self.memory_mb = function, workers, seconds, memory_mb
+        for name in ("workers", "seconds", "memory_mb"):
+            _ = checked(type(self), name, getattr(self, name))
         self._reset()
 
     def __reduce__(self) -> tuple[Callable[[], ProcessPool], tuple[()]]:
@@ -99,7 +97,7 @@ class ProcessPool:
         """
         given = self.seconds if seconds is None else seconds
         limits = [given] * len(calls) if isinstance(given, int | float) else list(given)
-        good = len(limits) == len(calls) and all(map(_positive, limits))
+        good = len(limits) == len(calls) and all(is_number(limit) and limit > 0 for limit in limits)
         require(good, f"ProcessPool.map(seconds={seconds!r}): give one number above 0, or one per call.")
         if not calls:
             return []
@@ -127,21 +125,17 @@ class ProcessPool:
         self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._template: Supervisor | None = None
-        self._finalizer: weakref.finalize | None = None
 
     def _check_process(self) -> None:
         """In a process that was forked from the owner, forget the owner's workers, and its lock, which may be held."""
         if self._process_id != os.getpid():
-            if self._finalizer is not None:
-                self._finalizer.detach()
-            if self._template is not None:
-                self._template.close()
+            self._stop()
             self._reset()
 
     def _stop(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._template = self._finalizer = None
+        if self._template is not None:
+            self._template.close()
+            self._template = None
 
     def _map(self, calls: Sequence[Call], limits: Sequence[float], failures: int | None) -> list[Outcome]:
         found: dict[int, Outcome] = {}
@@ -155,44 +149,12 @@ class ProcessPool:
             if (size := len(messages[index])) > LARGEST_MESSAGE:
                 found[index] = Outcome(None, f"was given {size >> 20} MiB, more than a call may have")
                 del messages[index]
-        for left in reversed(range(_RESTARTS + 1)):
-            running: dict[WorkerProcess, int] = {}
-            template = self._running()
-            try:
-                self._run(template, messages, limits, failures, found, running)
-                break
-            except OSError:
-                found |= {index: Outcome(None, _LOST) for index in running.values()}
-                self._stop()
-                if not left:
-                    raise RewardError(
-                        f"the template process of the workers is gone. It was started anew {_RESTARTS} times before."
-                    ) from None
-        return [found[index] for index in range(len(calls))]
-
-    def _running(self) -> Supervisor:
-        if self._template is not None and self._template.alive:
-            return self._template
-        self._stop()
-        answering = partial(answer_calls, self.function, self.memory_mb)
-        self._template = Supervisor(pickled(answering, name_of(self.function)), self.memory_mb)
-        self._finalizer = weakref.finalize(self, self._template.close)
-        return self._template
-
-    def _run(
-        self,
-        template: Supervisor,
-        calls: Mapping[int, bytes],
-        limits: Sequence[float],
-        failures: int | None,
-        found: dict[int, Outcome],
-        running: dict[WorkerProcess, int],
-    ) -> None:
-        """Run the calls without an outcome, oldest first, and put their outcomes into `found`.
-
-        `running`: the call of each worker that has one. Errors: OSError when the fork server has ended.
-        """
-        waiting = deque(index for index in calls if index not in found)
+        if (template := self._template) is None:
+            answering = partial(answer_calls, self.function, self.memory_mb)
+            self._template = template = Supervisor(pickled(answering, name_of(self.function)), self.memory_mb)
+            _ = weakref.finalize(self, template.close)
+        waiting, running = deque(messages), dict[WorkerProcess, int]()
+        template.lost = 0
         _ = template.poll(0.0)  # workers that died since the last batch
         while waiting or running:
             if failures is not None and sum(not one.ok for one in found.values()) >= failures:
@@ -201,7 +163,7 @@ class ProcessPool:
             for worker in [one for one in template.workers if one.ready and one not in running][: len(waiting)]:
                 running[worker] = index = waiting.popleft()
                 worker.allow(limits[index])
-                worker.send(calls[index])
+                worker.send(messages[index])
             starting = sum(not worker.ready for worker in template.workers)
             for _ in range(min(self.workers - len(template.workers), len(waiting) - starting)):
                 _ = template.fork()
@@ -214,6 +176,7 @@ class ProcessPool:
                 if index is not None:
                     found[index] = outcome
         template.sweep()
+        return [found[index] for index in range(len(calls))]
 
 
 def _outcome(said: bytes | str) -> tuple[Outcome, bool]:
@@ -282,7 +245,3 @@ def pickled(function: Any, name: str, otherwise: str = "") -> bytes:
             f"{name} cannot be sent to a worker process ({type(error).__name__}: {error}). Let it make what it needs "
             f"when it is called{otherwise}."
         ) from error
-
-
-def _positive(value: Any) -> bool:
-    return is_number(value) and value > 0

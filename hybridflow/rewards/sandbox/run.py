@@ -11,9 +11,10 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.errors import RewardError
+from hybridflow.settings import Check, Positive, Size, settings
 
 Status = Literal["ok", "failed", "timeout", "memory", "output", "recursion", "forbidden", "killed", "unreadable"]
 # Endings in which the program was stopped before it was found right or wrong.
@@ -33,7 +34,10 @@ _VERDICT = {"passed": int, "total": int, "reason": str, "error": str, "ended": b
 _GRACE = 120.0  # beyond a limit, until a supervisor on a busy machine has reported
 
 
-@dataclass(frozen=True, kw_only=True)
+_Whole = Annotated[Size, Check("below 2**31", lambda value: value < 2**31)]
+
+
+@settings
 class Limits:
     """Limits of one run of a contained program: one process with at most 32 threads.
 
@@ -43,20 +47,11 @@ class Limits:
     times that. Errors: ConfigError for values out of range.
     """
 
-    seconds: float = 5.0
-    cpu_seconds: int | None = None
-    memory_mb: int = 512
-    output_kb: int = 64
-    file_mb: int = 16
-
-    def __post_init__(self) -> None:
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < 1e6:
-            raise ConfigError(f"Limits(seconds={self.seconds!r}): give a number above 0.")
-        least = {"memory_mb": 64, "output_kb": 1, "file_mb": 1, "cpu_seconds": 1}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if not (name == "cpu_seconds" and value is None) and (type(value) is not int or not low <= value < 2**31):
-                raise ConfigError(f"Limits({name}={value!r}): give a whole number of at least {low}.")
+    seconds: Annotated[Positive, Check("less than a million", lambda value: value < 1e6)] = 5.0
+    cpu_seconds: _Whole | None = None
+    memory_mb: Annotated[_Whole, Check("at least 64", lambda value: value >= 64)] = 512
+    output_kb: _Whole = 64
+    file_mb: _Whole = 16
 
     @property
     def cpu(self) -> int:
@@ -65,7 +60,19 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ProgramEnd:
+    """How a program ended, and why; `contained`: whether its containment has stopped it."""
+
+    status: Status
+    reason: str = ""
+
+    @property
+    def contained(self) -> bool:
+        return self.status in CONTAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(ProgramEnd):
     """How a run ended.
 
     `status`: "ok"; "failed" (it raised, or exited with another code than 0); or the limit that stopped it: "timeout",
@@ -75,21 +82,14 @@ class Result:
     printed within the limit. `seconds`: wall-clock time.
     """
 
-    status: Status
-    reason: str
     returncode: int | None
     stdout: str
     stderr: str
     seconds: float
 
-    @property
-    def contained(self) -> bool:
-        """Whether it was stopped by its containment."""
-        return self.status in CONTAINED
-
 
 @dataclass(frozen=True, kw_only=True)
-class CodeResult:
+class CodeResult(ProgramEnd):
     """Result of unit tests on a program: `passed` of `total` tests, and the `score` that `Code` gives it.
 
     `status` and `reason` as of `Result`: "ok" when all passed, "failed" with the first test that did not, or what
@@ -100,14 +100,7 @@ class CodeResult:
 
     passed: int = 0
     total: int = 0
-    status: Status
-    reason: str = ""
     score: float = 0.0
-
-    @property
-    def contained(self) -> bool:
-        """Whether the program was stopped by its containment."""
-        return self.status in CONTAINED
 
 
 class Execution:

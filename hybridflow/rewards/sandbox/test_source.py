@@ -59,16 +59,14 @@ def parse(source: str) -> ast.Module:
     """The tests' module; the part for `__name__ == "__main__"` is part of it, calls of test runners are not."""
     with _PARSER:
         tree = ast.parse(source, FILE)
-    body = [inner for outer in tree.body for inner in _inlined(outer)]
+    body = [inner for outer in tree.body for inner in (outer.body if _is_main(outer) else [outer])]  # type: ignore
     tree.body = [statement for statement in body if not _calls_a_runner(statement)]
     return tree
 
 
-def _inlined(statement: ast.stmt) -> list[ast.stmt]:
-    if not isinstance(statement, ast.If) or not isinstance(statement.test, ast.Compare):
-        return [statement]
-    main = sorted(ast.unparse(statement.test).split(" == ")) == ["'__main__'", "__name__"]
-    return statement.body if main else [statement]
+def _is_main(statement: ast.stmt) -> bool:
+    test = statement.test if isinstance(statement, ast.If) else None
+    return isinstance(test, ast.Compare) and sorted(ast.unparse(test).split(" == ")) == ["'__main__'", "__name__"]
 
 
 def _calls_a_runner(statement: ast.stmt) -> bool:

@@ -211,5 +211,5 @@ def test_a_call_of_which_too_much_failed_is_an_error(failures, settings, refused
 
 @pytest.mark.parametrize("wrong", [1.5, -0.1, "half", True])
 def test_a_share_of_failures_is_a_number(wrong):
-    with pytest.raises(ConfigError, match=r"max_failed=.*give a share"):
+    with pytest.raises(ConfigError, match=r"max_failed=.*must be a number from 0 to 1"):
         Agent(tools=[add], max_failed=wrong)

@@ -143,7 +143,8 @@ def test_processes_that_die_or_are_late_fail_alone(python, games, checkpoint):
     died, hung, large, raised, *fine = run(
         EnvironmentLoop(made, 4), checkpoint, rows, lambda _, turn, __: str(turn), 5.0
     )
-    assert died.failure == "the process of Guess ended with code 3; it printed last: noise on standard output\nno fives"
+    last = "noise on standard output\nno fives"
+    assert died.failure == f"the process of Guess exited with code 3; it printed last: {last}"
     assert hung.failure == "Guess.step took longer than 5 s"
     assert large.failure is not None
     assert "at most 262144 characters are read" in large.failure
@@ -195,7 +196,7 @@ def test_a_hung_process_ends_with_its_parent(python, games, tmp_path):
         (None, "{games}:Nothing", "AttributeError: module 'games' has no attribute 'Nothing'"),
         (None, "{games}:Bare", "the class has reset; it needs reset"),
         (None, "{games}:Undescribed", "the argument name has no type hint"),
-        ("/bin/false", "games:Guess", "ended with code 1"),
+        ("/bin/false", "games:Guess", "exited with code 1"),
     ],
 )
 def test_what_cannot_run_is_said_before_groups_start(python, games, path, target, told):

@@ -13,7 +13,8 @@ import pytest
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Numeric, RowFailure
 from hybridflow.rewards.answer_extraction import own_words
-from hybridflow.rewards.math import Math, judge, same_answer
+from hybridflow.rewards.math import Math, same_answer
+from tests.example_answers import judge
 
 BRACKETS = [
     *("(", "[", "{", "<", "\\left(", "\\boxed{", "$", "`", "**", "<<", "####", "<answer>", "<think>", "\\(", "\\["),

@@ -19,10 +19,11 @@ from hybridflow.errors import ConfigError
 from hybridflow.rewards import RowFailure
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
 from hybridflow.rewards.match import Exact, Numeric
-from hybridflow.rewards.math import Math, judge, same_answer
+from hybridflow.rewards.math import Math, same_answer
 from tests import example_endings as endings
 from tests import example_solutions as cases
 from tests.called_rewards import CalledReward as FunctionReward
+from tests.example_answers import judge
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared/data/gsm8k"
 RIGHT = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT, *cases.LAST_RIGHT, *endings.RIGHT]

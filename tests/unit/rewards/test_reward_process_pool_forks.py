@@ -42,7 +42,7 @@ def test_a_forked_copy_leaves_the_children_of_its_parent_alone():
     """It starts children of its own, and nothing that it does is felt by the parent: map, close, or its end."""
     with ProcessPool(behaving(), 2, seconds=20) as made:
         made.map([(("answer", 1), {})])
-        template = made._template._process.pid  # type: ignore[union-attr]
+        template = made._template.server._process.pid  # type: ignore[union-attr]
         for act in (lambda: made.map([(("answer", 2), {})]) == [Outcome(2)], made.close, gc.collect):
             if not (forked := os.fork()):
                 status = 1
@@ -58,7 +58,7 @@ def test_a_forked_copy_leaves_the_children_of_its_parent_alone():
                 (3, None),
                 (None, "took longer than 0.3 s"),
             ]
-            assert made._template._process.pid == template  # type: ignore[union-attr]
+            assert made._template.server._process.pid == template  # type: ignore[union-attr]
 
 
 def test_a_fork_while_a_round_is_running_does_not_hang():
@@ -80,7 +80,7 @@ def test_a_template_process_that_dies_is_started_anew(busy):
     """Idle, or while calls run: those fail, the others are answered."""
     with ProcessPool(behaving(), 2, seconds=20) as made:
         made.map([(("answer", 1), {})])
-        process = made._template._process  # type: ignore[union-attr]
+        process = made._template.server._process  # type: ignore[union-attr]
         if busy:
             threading.Timer(0.5, process.kill).start()
         else:
