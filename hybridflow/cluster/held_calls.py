@@ -11,6 +11,7 @@ anything else with the session: issues another call, moves weights, or reads a r
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +110,7 @@ class HeldCall:
     def send(self) -> None:
         for rank, (host, request) in enumerate(zip(self.ranks.hosts, self.requests, strict=True)):
             if request is not None:
-                self.results[rank] = host.handle.call.remote(*request)
+                self.results[rank] = host.handle.call.remote(*request.arguments)
 
 
 class HeldCalls:
@@ -167,8 +168,9 @@ class HeldCalls:
                 self._together = [call.issued for call in calls]
                 for rank, host in enumerate(calls[0].ranks.hosts):
                     asked = [call for call in calls if call.requests[rank] is not None]
-                    requests = [call.requests[rank] for call in asked]
-                    refs = host.handle.call_together.options(num_returns=len(asked)).remote(requests)
+                    requests = [call.requests[rank].arguments for call in asked]  # type: ignore[union-attr]
+                    both = host.handle.call_together.options(num_returns=len(asked))
+                    refs = both.remote([*map(len, requests)], *itertools.chain.from_iterable(requests))
                     for call, ref in zip(asked, refs if len(asked) > 1 else [refs], strict=True):
                         call.results[rank] = ref
                 return

@@ -21,7 +21,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, decode, encode, join, row_slice, take
 from hybridflow.batch.ragged import Ragged
 from hybridflow.batch.row_split import Assignment
-from hybridflow.cluster.future import Failure, fetch
+from hybridflow.cluster.future import Failure, Lost, fetch, lost_output
 from hybridflow.cluster.row_refs import (
     ColumnRef,
     Gather,
@@ -100,14 +100,16 @@ class Reader:
         return [manifest.rows for manifest in self._manifests(outputs)]
 
     def _manifests(self, outputs: Sequence[RankOutput]) -> list[Manifest]:
-        pending = [output for output in outputs if not isinstance(output.ref, Manifest)]
+        pending = [output for output in outputs if isinstance(output.ref, ray.ObjectRef)]
         for output in outputs:
             output.note_read()
         got = iter(fetch([output.ref for output in pending], pending, self.timeout))
-        values = [output.ref if isinstance(output.ref, Manifest) else next(got) for output in outputs]
+        values = [next(got) if isinstance(output.ref, ray.ObjectRef) else output.ref for output in outputs]
         for output, value in zip(outputs, values, strict=True):
             if isinstance(value, Failure):
                 raise value.error
+            if isinstance(value, Lost):
+                raise lost_output(output.origin, value.error)
             if output.rows is not None and value.rows != output.rows:
                 raise WorkerError(
                     f"{output.origin} returned {value.rows} rows where {output.rows} were due. Declare "
