@@ -7,7 +7,9 @@ objects (texts, ground truths). Everything that depends on the kind is here, so 
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import cloudpickle
@@ -160,21 +162,23 @@ def from_array(array: np.ndarray) -> Tensor:
     """
     if array.size == 0 or any(stride < 0 for stride in array.strides):
         array = array.copy()
-    if not array.flags.writeable:  # torch would warn; `Batch` guards the memory
-        pointer = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
-        array = np.asarray(_Borrowed(array, pointer))
+    if not array.flags.writeable:
+        _warned()
     return torch.from_numpy(array)
 
 
-class _Borrowed:
-    """Keeps the owner of borrowed memory alive as long as arrays over it live."""
-
-    def __init__(self, owner: np.ndarray, interface: dict[str, Any]) -> None:
-        self.owner, self.__array_interface__ = owner, interface
+@cache
+def _warned() -> None:
+    """torch warns once of a process's read-only arrays; `Batch` guards their memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(np.frombuffer(bytes(1), np.uint8))
 
 
 def row_slice(column: Column, start: int, stop: int) -> Column:
     """Rows start:stop; tensors stay views."""
+    if start == 0 and isinstance(column, Tensor) and stop == column.shape[0]:
+        return column
     return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
@@ -187,15 +191,21 @@ def take(column: Column, index: Tensor) -> Column:
 
 def join(name: str, parts: Sequence[Column]) -> Column:
     """Rows of all parts, one after the other. Errors: BatchError when kinds, dtypes or feature sizes differ."""
-    kinds = list(dict.fromkeys(kind(part) for part in parts))
-    if len(kinds) > 1:
-        raise BatchError(f"column {name!r} cannot be joined: it is {' in one batch and '.join(kinds)} in another.")
     first = parts[0]
+    if not all(_alike(first, part) for part in parts[1:]):
+        kinds = dict.fromkeys(kind(part) for part in parts)
+        raise BatchError(f"column {name!r} cannot be joined: it is {' in one batch and '.join(kinds)} in another.")
     if isinstance(first, list):
         return [value for part in parts for value in part]  # type: ignore[union-attr]
     if len(parts) == 1:
         return first
     return Ragged.concat(parts) if isinstance(first, Ragged) else torch.cat(parts)  # type: ignore[arg-type]
+
+
+def _alike(one: Column, other: Column) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
+    return kind(one) == kind(other)
 
 
 def kind(column: Column) -> str:
