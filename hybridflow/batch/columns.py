@@ -160,7 +160,7 @@ def from_array(array: np.ndarray) -> Tensor:
     An empty array is copied, and one that runs backwards, which torch cannot describe.
     Errors: TypeError or ValueError for a type that torch does not have.
     """
-    if array.size == 0 or any(stride < 0 for stride in array.strides):
+    if array.size == 0 or min(array.strides, default=0) < 0:
         array = array.copy()
     if not array.flags.writeable:
         _warned()
@@ -256,6 +256,17 @@ def decode(encoded: tuple[Any, ...]) -> Column:
     values, dtype = from_array(array), getattr(torch, name)
     values = values if values.dtype == dtype else values.view(dtype)
     return Ragged(values, from_array(offsets[0])) if kind == "ragged" else values
+
+
+def decode_rows(name: str, parts: Sequence[tuple[tuple[Any, ...], int, int]]) -> Column:
+    """Rows start:stop of each encoded column, one after the other: a view of a single one. Errors: as `join`."""
+    types = {(one[1], one[2].shape[1:]) if one[0] == "dense" else None for one, _, _ in parts}
+    if len(types) > 1 or None in types:
+        return join(name, [row_slice(decode(encoded), start, stop) for encoded, start, stop in parts])
+    arrays = [
+        encoded[2] if stop - start == len(encoded[2]) else encoded[2][start:stop] for encoded, start, stop in parts
+    ]
+    return decode((*parts[0][0][:2], arrays[0] if len(arrays) == 1 else np.concatenate(arrays)))
 
 
 def is_read_only(encoded: tuple[Any, ...]) -> bool:

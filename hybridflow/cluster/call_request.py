@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ray import ObjectRef, cloudpickle
 
 from hybridflow.cluster.backend import RankCall
+from hybridflow.cluster.future import plainly_pickled
 from hybridflow.cluster.row_refs import (
     CallOrigin,
     ColumnRef,
@@ -85,10 +86,7 @@ def _request(
             rows[name] = (value.rows, columns, value.chunk_rows)
         elif name not in alike:
             others[name] = value
-    own = (call.rows, call.span, tuple(call.settings), rows, others, table.entries)
-    if not others and all(entry[0] != _SPLIT for entry in table.entries):
-        return CallRequest(head, pickle.dumps(own, 5), table.refs, kept)
-    mine = kept.copy()
+    own, mine = (call.rows, call.span, tuple(call.settings), rows, others, table.entries), kept.copy()
     return CallRequest(head, _dumps(own, mine, where, others), table.refs, mine)
 
 
@@ -237,6 +235,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _dumps(value: Any, kept: list[Any], where: str, settings: Mapping[str, Any]) -> bytes:
+    if (plain := plainly_pickled(value)) is not None:
+        return plain
     with arguments_sent(where, settings):
         _Pickler(out := io.BytesIO(), kept).dump(value)
     return out.getvalue()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.columns import Column, decode, encode, join, row_slice, take
+from hybridflow.batch.columns import Column, decode, decode_rows, encode, join, take
 from hybridflow.batch.ragged import Ragged
 from hybridflow.batch.row_split import Assignment
 from hybridflow.cluster.future import Failure, Lost, fetch, lost_output
@@ -122,23 +122,26 @@ class Reader:
         columns: Mapping[str, ColumnRef],
         sources: Mapping[int, Located | Stretches],
         manifests: Mapping[int, Manifest],
-    ) -> dict[tuple[int, str], Column]:
-        """Each needed stored column of each needed output, in one request."""
-        wanted: dict[tuple[int, str], Any] = {}
+    ) -> dict[tuple[int, str], Any]:
+        """Each needed stored column of each needed output, encoded; those that are objects in one request."""
+        found: dict[tuple[int, str], Any] = {}
+        remote: dict[ray.ObjectRef, RankOutput] = {}
         for ref in columns.values():
             for output in sources[id(ref.node)].outputs:
-                found = manifests[id(output)].columns
-                if ref.stored not in found:
-                    raise WorkerError(
-                        f"{output.origin} declared the column {ref.stored!r} and returned {sorted(found)}."
-                    )
-                wanted[id(output), ref.stored] = (found[ref.stored], output)
-        remote = {entry: output for entry, output in wanted.values() if isinstance(entry, ray.ObjectRef)}
-        objects = dict(zip(remote, fetch(list(remote), list(remote.values()), self.timeout, follow=False), strict=True))
-        return {
-            key: decode(objects[entry] if isinstance(entry, ray.ObjectRef) else entry)
-            for key, (entry, _) in wanted.items()
-        }
+                entry = manifests[id(output)].columns.get(ref.stored)
+                if entry is None:
+                    has = sorted(manifests[id(output)].columns)
+                    raise WorkerError(f"{output.origin} declared the column {ref.stored!r} and returned {has}.")
+                if isinstance(entry, Lost):
+                    raise lost_output(output.origin, entry.error)
+                if isinstance(entry, ray.ObjectRef):
+                    remote[entry] = output
+                found[id(output), ref.stored] = entry
+        if remote:
+            objects = fetch(list(remote), list(remote.values()), self.timeout, follow=False)
+            there = dict(zip(remote, objects, strict=True))
+            found = {key: there.get(one, one) if isinstance(one, ray.ObjectRef) else one for key, one in found.items()}
+        return found
 
     def _assign(self, split: SplitSpec) -> list[Index]:
         """Rows of every part of a split, computed once."""
@@ -162,14 +165,15 @@ class Reader:
         return split.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 
-def _gathered(ref: ColumnRef, found: Located | Stretches, stored: Mapping[tuple[int, str], Column]) -> Column:
+def _gathered(ref: ColumnRef, found: Located | Stretches, stored: Mapping[tuple[int, str], Any]) -> Column:
     """The wanted rows of one column: a view where they lie side by side, else a copy."""
     columns = [stored[id(output), ref.stored] for output in found.outputs]
     if isinstance(found, Stretches) or len(found.runs) <= max(8, len(columns)):
-        out = join(ref.stored, [row_slice(columns[i], a, b) for i, a, b in found.runs] or [row_slice(columns[0], 0, 0)])
+        out = decode_rows(ref.stored, [(columns[i], a, b) for i, a, b in found.runs] or [(columns[0], 0, 0)])
     else:
-        starts = np.cumsum([0, *(len(column) for column in columns)])
-        out = take(join(ref.stored, columns), torch.from_numpy(starts[found.which] + found.row))
+        decoded = [decode(column) for column in columns]
+        starts = np.cumsum([0, *map(len, decoded)])
+        out = take(join(ref.stored, decoded), torch.from_numpy(starts[found.which] + found.row))
     if ref.unique and isinstance(out, Tensor) and isinstance(found, Located) and (found.repeats > 1).any():
         out = out * torch.from_numpy(found.repeats) + torch.from_numpy(found.copy)
     return out
