@@ -51,6 +51,9 @@ class Manifest:
     rows: int
     columns: dict[str, Any]
 
+    def __reduce__(self) -> tuple:
+        return Manifest, (self.rows, self.columns)
+
 
 def write(batch: Batch, on_driver: bool = False) -> Manifest:
     """Store the large columns of a batch, if there is a store, and put the others into the manifest."""
@@ -59,8 +62,7 @@ def write(batch: Batch, on_driver: bool = False) -> Manifest:
     columns: dict[str, Any] = {}
     for name in batch.columns:
         encoded = encode(batch.peek(name))
-        size = sum(item.nbytes for item in encoded if isinstance(item, np.ndarray))
-        if stores and size > limit:
+        if stores and sum(item.nbytes for item in encoded if isinstance(item, np.ndarray)) > limit:
             columns[name] = ray.put(encoded)
         elif on_driver:  # a copy: the caller may change its tensors later
             columns[name] = tuple(item.copy() if isinstance(item, np.ndarray) else item for item in encoded)
