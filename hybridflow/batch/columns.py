@@ -252,26 +252,35 @@ def decode(encoded: tuple[Any, ...]) -> Column:
     kind, *rest = encoded
     if kind == "objects":
         return pickle.loads(rest[0])
-    name, array, *offsets = rest
-    values, dtype = from_array(array), getattr(torch, name)
-    values = values if values.dtype == dtype else values.view(dtype)
-    return Ragged(values, from_array(offsets[0])) if kind == "ragged" else values
+    values = _from_numpy(*rest[:2])
+    return Ragged(values, from_array(rest[2])) if kind == "ragged" else values
 
 
-def decode_rows(name: str, parts: Sequence[tuple[tuple[Any, ...], int, int]]) -> Column:
-    """Rows start:stop of each encoded column, one after the other: a view of a single one. Errors: as `join`."""
-    types = {(one[1], one[2].shape[1:]) if one[0] == "dense" else None for one, _, _ in parts}
-    if len(types) > 1 or None in types:
-        return join(name, [row_slice(decode(encoded), start, stop) for encoded, start, stop in parts])
-    arrays = [
-        encoded[2] if stop - start == len(encoded[2]) else encoded[2][start:stop] for encoded, start, stop in parts
-    ]
-    return decode((*parts[0][0][:2], arrays[0] if len(arrays) == 1 else np.concatenate(arrays)))
+def decode_rows(name: str, columns: Sequence[tuple[Any, ...]], runs: Sequence[tuple[int, int, int]]) -> Column:
+    """Rows start:stop of column i for each (i, start, stop), one after the other: a view of a single run. Errors: as
+    `join`."""
+    kind, dtype, *more = columns[0]
+    if kind != "dense" or not runs:
+        decoded = [decode(column) for column in columns]
+        return join(name, [row_slice(decoded[i], a, b) for i, a, b in runs or [(0, 0, 0)]])
+    arrays = list[np.ndarray]()
+    for i, start, stop in runs:
+        other = columns[i]
+        if other[1] != dtype or other[0] != kind or other[2].shape[1:] != more[0].shape[1:]:
+            return join(name, [decode(column) for column in columns])  # an error
+        arrays.append(other[2] if stop - start == len(other[2]) else other[2][start:stop])
+    return _from_numpy(dtype, arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
 def is_read_only(encoded: tuple[Any, ...]) -> bool:
     """Whether `decode` gives tensors over memory that is not this process's own."""
     return encoded[0] != "objects" and not encoded[2].flags.writeable
+
+
+def _from_numpy(name: str, array: np.ndarray) -> Tensor:
+    """The inverse of `_to_numpy`."""
+    values, dtype = from_array(array), getattr(torch, name)
+    return values if values.dtype == dtype else values.view(dtype)
 
 
 def _to_numpy(tensor: Tensor) -> tuple[str, np.ndarray]:

@@ -185,16 +185,18 @@ class Host:
             return failure, Status(failure)
         context.step, context.call, context.compares = call.step, call.seq, call.compares
         context.method, context.failed_stage = call.method, ""
+        if self.use_cuda and torch.cuda.is_initialized():  # a call's peak is measured from here
+            context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
+        before, ready, work, sizes, output = memory_used(self.device), start, CallWork(), (0, 0), None
         with self._liveness.during(f"{member.role}.{call.method}"):
-            ready, before, work, sizes, output = start, self._new_peak(context), CallWork(), (0, 0), None
             result = inputs = self._inputs(member, call)
             if not isinstance(inputs, Failure):
                 ready = time.time()
                 result, output = self._run(member, call, inputs)
             end = time.time()
             if not isinstance(inputs, Failure):
-                work = _work(member, call, inputs, output)
                 sizes = bytes_of(inputs.values()), bytes_of((output,))
+                work = _work(member, call, inputs, output)
         failure = result if isinstance(result, Failure) else None
         own = (call.step, call.seq, member.role, call.method, self.pool, self.rank, start, ready, end)
         memory = before, memory_used(self.device), MAPPED.peak() if self.use_cuda else None
@@ -204,12 +206,6 @@ class Host:
         context.stages.clear()
         context.skipped.clear()
         return result, Status(failure, events, skipped)
-
-    def _new_peak(self, context: RankContext) -> int:
-        """Memory now. A call's peak is measured from here."""
-        if self.use_cuda and torch.cuda.is_initialized():
-            context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
-        return memory_used(self.device)
 
     def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
         """Read the inputs and agree with the other ranks that all have theirs; else return a rank's error."""
@@ -221,12 +217,8 @@ class Host:
         if not call.agree:
             return outcome
         try:
-            return (
-                member.control(call.agree, self.deadlines.peers).agree(
-                    outcome if isinstance(outcome, Failure) else None
-                )
-                or outcome
-            )
+            control = member.control(call.agree, self.deadlines.peers)
+            return control.agree(outcome if isinstance(outcome, Failure) else None) or outcome
         except Exception as error:
             return self._failure(member, call.method, call, error)
 

@@ -62,7 +62,7 @@ def write(batch: Batch, on_driver: bool = False) -> Manifest:
     columns: dict[str, Any] = {}
     for name in batch.columns:
         encoded = encode(batch.peek(name))
-        if stores and sum(item.nbytes for item in encoded if isinstance(item, np.ndarray)) > limit:
+        if stores and sum([item.nbytes for item in encoded if isinstance(item, np.ndarray)]) > limit:
             columns[name] = ray.put(encoded)
         elif on_driver:  # a copy: the caller may change its tensors later
             columns[name] = tuple(item.copy() if isinstance(item, np.ndarray) else item for item in encoded)
@@ -102,11 +102,12 @@ class Reader:
         return [manifest.rows for manifest in self._manifests(outputs)]
 
     def _manifests(self, outputs: Sequence[RankOutput]) -> list[Manifest]:
-        pending = [output for output in outputs if isinstance(output.ref, ray.ObjectRef)]
         for output in outputs:
             output.note_read()
-        got = iter(fetch([output.ref for output in pending], pending, self.timeout))
-        values = [next(got) if isinstance(output.ref, ray.ObjectRef) else output.ref for output in outputs]
+        values = [output.ref for output in outputs]
+        if pending := [output for output in outputs if isinstance(output.ref, ray.ObjectRef)]:
+            got = iter(fetch([output.ref for output in pending], pending, self.timeout))
+            values = [next(got) if isinstance(value, ray.ObjectRef) else value for value in values]
         for output, value in zip(outputs, values, strict=True):
             if isinstance(value, Failure):
                 raise value.error
@@ -171,7 +172,7 @@ def _gathered(ref: ColumnRef, found: Located | Stretches, stored: Mapping[tuple[
     """The wanted rows of one column: a view where they lie side by side, else a copy."""
     columns = [stored[id(output), ref.stored] for output in found.outputs]
     if isinstance(found, Stretches) or len(found.runs) <= max(8, len(columns)):
-        out = decode_rows(ref.stored, [(columns[i], a, b) for i, a, b in found.runs] or [(columns[0], 0, 0)])
+        out = decode_rows(ref.stored, columns, found.runs)
     else:
         decoded = [decode(column) for column in columns]
         starts = np.cumsum([0, *map(len, decoded)])
