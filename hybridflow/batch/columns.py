@@ -177,8 +177,6 @@ def _warned() -> None:
 
 def row_slice(column: Column, start: int, stop: int) -> Column:
     """Rows start:stop; tensors stay views."""
-    if start == 0 and isinstance(column, Tensor) and stop == column.shape[0]:
-        return column
     return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
@@ -191,21 +189,15 @@ def take(column: Column, index: Tensor) -> Column:
 
 def join(name: str, parts: Sequence[Column]) -> Column:
     """Rows of all parts, one after the other. Errors: BatchError when kinds, dtypes or feature sizes differ."""
-    first = parts[0]
-    if not all(_alike(first, part) for part in parts[1:]):
-        kinds = dict.fromkeys(kind(part) for part in parts)
+    kinds = list(dict.fromkeys(kind(part) for part in parts))
+    if len(kinds) > 1:
         raise BatchError(f"column {name!r} cannot be joined: it is {' in one batch and '.join(kinds)} in another.")
+    first = parts[0]
     if isinstance(first, list):
         return [value for part in parts for value in part]  # type: ignore[union-attr]
     if len(parts) == 1:
         return first
     return Ragged.concat(parts) if isinstance(first, Ragged) else torch.cat(parts)  # type: ignore[arg-type]
-
-
-def _alike(one: Column, other: Column) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
-    return kind(one) == kind(other)
 
 
 def kind(column: Column) -> str:
@@ -259,17 +251,12 @@ def decode(encoded: tuple[Any, ...]) -> Column:
 def decode_rows(name: str, columns: Sequence[tuple[Any, ...]], runs: Sequence[tuple[int, int, int]]) -> Column:
     """Rows start:stop of column i for each (i, start, stop), one after the other: a view of a single run. Errors: as
     `join`."""
-    kind, dtype, *more = columns[0]
-    if kind != "dense" or not runs:
+    types = {(one[1], one[2].shape[1:]) if one[0] == "dense" else None for one in columns}
+    if len(types) > 1 or None in types or not runs:
         decoded = [decode(column) for column in columns]
         return join(name, [row_slice(decoded[i], a, b) for i, a, b in runs or [(0, 0, 0)]])
-    arrays = list[np.ndarray]()
-    for i, start, stop in runs:
-        other = columns[i]
-        if other[1] != dtype or other[0] != kind or other[2].shape[1:] != more[0].shape[1:]:
-            return join(name, [decode(column) for column in columns])  # an error
-        arrays.append(other[2] if stop - start == len(other[2]) else other[2][start:stop])
-    return _from_numpy(dtype, arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    arrays = [columns[i][2][start:stop] for i, start, stop in runs]
+    return _from_numpy(columns[0][1], arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
 def is_read_only(encoded: tuple[Any, ...]) -> bool:

@@ -87,7 +87,8 @@ def _request(
         elif name not in alike:
             others[name] = value
     own, mine = (call.rows, call.span, tuple(call.settings), rows, others, table.entries), kept.copy()
-    return CallRequest(head, _dumps(own, mine, where, others), table.refs, mine)
+    plain = not others and all(entry[0] != _SPLIT for entry in table.entries)  # with arrays, perhaps
+    return CallRequest(head, pickle.dumps(own, 5) if plain else _dumps(own, mine, where, others), table.refs, mine)
 
 
 def call_of(head: bytes, own: bytes, *given: Any) -> RankCall:

@@ -13,10 +13,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-import numpy as np
 import ray
 import ray.exceptions
 from ray.experimental import get_local_object_locations
@@ -83,20 +81,14 @@ _PACKED = b"\0hybridflow status\0"  # no other result begins with it
 _OWN_FIELDS = len(Event._fields) - 1
 
 
-_PLAIN = {range, np.ndarray, *map(type, map(np.dtype, np.typecodes["All"]))}
-
-
 class _PlainPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        by_name = isinstance(obj, type | FunctionType | BuiltinFunctionType)  # such as an array's own
-        if (obj.__module__ or "").partition(".")[0] in ("builtins", "numpy") if by_name else type(obj) in _PLAIN:
-            return NotImplemented
         raise pickle.PicklingError(f"{type(obj)} is not plain")
 
 
 def plainly_pickled(value: Any) -> bytes | None:
-    """Numbers, texts, bytes, ranges, arrays, and lists, tuples and dicts of these, pickled; None for anything else,
-    which only cloudpickle can send, in ten times the time."""
+    """Numbers, texts, and lists, tuples and dicts of these, pickled; None for anything else, which cloudpickle takes
+    ten times as long for."""
     try:
         _PlainPickler(out := io.BytesIO(), 5).dump(value)
     except pickle.PicklingError:

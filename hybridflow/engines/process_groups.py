@@ -89,18 +89,23 @@ def _end_with_machine(found: tuple[int, str]) -> None:
     connection.detach()  # gloo's own
 
 
-def fail_with_machine(connection: socket.socket) -> None:
-    """Have a connection fail 30 s after its other machine vanished: a collective would wait for its deadline. A stopped
-    process answers by its kernel, unless it leaves more data unread than its buffers hold."""
+def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 2, seconds: float = 30.0) -> None:
+    """Have a connection fail `seconds` after its other machine vanished: a collective would wait for its deadline. A
+    stopped process answers by its kernel, unless it leaves more data unread than its buffers hold."""
+    limits = {
+        "TCP_KEEPIDLE": idle,
+        "TCP_KEEPINTVL": interval,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": int(1000 * seconds),
+    }
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _GONE.items():
+    for name, value in limits.items():
         if (option := getattr(socket, name, None)) is not None:  # systems have some of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _DESCRIPTORS = "/proc/self/fd"
 _LOOPBACK = "127.0.0.1"
-_GONE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}  # milliseconds
 gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
 
