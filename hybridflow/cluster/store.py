@@ -7,6 +7,7 @@ bytes without a copy. The driver holds only a reference to the manifest.
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,28 @@ class Manifest:
     columns: dict[str, Any]
 
     def __reduce__(self) -> tuple:
-        return Manifest, (self.rows, self.columns)
+        """Arrays as buffers, which Ray's pickler takes as they are: of each array it would ask Python code."""
+        columns = [
+            (name, tuple([_buffer(one) if isinstance(one, np.ndarray) else one for one in column]))
+            if isinstance(column, tuple)
+            else (name, column)
+            for name, column in self.columns.items()
+        ]
+        return _manifest, (self.rows, columns)
+
+
+def _buffer(array: np.ndarray) -> tuple[str, tuple[int, ...], pickle.PickleBuffer]:
+    return array.dtype.str, array.shape, pickle.PickleBuffer(array)
+
+
+def _manifest(rows: int, columns: Sequence[tuple[str, Any]]) -> Manifest:
+    """The inverse of its `__reduce__`."""
+    made = {}
+    for name, column in columns:
+        made[name] = column
+        if isinstance(column, tuple):
+            made[name] = tuple([np.ndarray(a[1], a[0], a[2]) if isinstance(a, tuple) else a for a in column])
+    return Manifest(rows, made)
 
 
 def write(batch: Batch, on_driver: bool = False) -> Manifest:
