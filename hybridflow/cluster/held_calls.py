@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.cluster.backend import RankGroup
@@ -98,14 +99,15 @@ class HeldOutput(RankOutput):
         return self._refs.get(self.origin.rank)
 
 
+@dataclass
 class HeldCall:
     """A call of `method` on all `ranks`: their requests, and by rank the references to results once it is sent."""
 
-    def __init__(
-        self, ranks: RankGroup, method: str, requests: Sequence[CallRequest | None], issued: IssuedCall
-    ) -> None:
-        self.ranks, self.method, self.requests, self.issued = ranks, method, requests, issued
-        self.results: dict[int, Any] = {}
+    ranks: RankGroup
+    method: str
+    requests: Sequence[CallRequest | None]
+    issued: IssuedCall
+    results: dict[int, Any] = field(default_factory=dict)
 
     def send(self) -> None:
         for rank, (host, request) in enumerate(zip(self.ranks.hosts, self.requests, strict=True)):

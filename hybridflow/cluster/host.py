@@ -2,8 +2,8 @@
 
     driver --CallRequest(what all ranks share, own inputs, references)--> Host --> worker.method(Batch) --> Manifest
 
-A call never raises through Ray: the host resolves inputs itself, the ranks of a group agree before the first collective
-that all have them, and failures are returned as values. So no rank skips a call that its peers run.
+A call never raises through Ray: inputs that failed or are lost arrive as values, the ranks of a group agree before the
+first collective that all have theirs, and failures are returned as values. So no rank skips a call that its peers run.
 """
 
 from __future__ import annotations

@@ -92,20 +92,15 @@ def _end_with_machine(found: tuple[int, str]) -> None:
 def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 2, seconds: float = 30.0) -> None:
     """Have a connection fail `seconds` after its other machine vanished: a collective would wait for its deadline. A
     stopped process answers by its kernel, unless it leaves more data unread than its buffers hold."""
-    limits = {
-        "TCP_KEEPIDLE": idle,
-        "TCP_KEEPINTVL": interval,
-        "TCP_KEEPCNT": 3,
-        "TCP_USER_TIMEOUT": int(1000 * seconds),
-    }
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in limits.items():
+    for name, value in zip(_GONE, (idle, interval, 3, int(1000 * seconds)), strict=True):
         if (option := getattr(socket, name, None)) is not None:  # systems have some of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _DESCRIPTORS = "/proc/self/fd"
 _LOOPBACK = "127.0.0.1"
+_GONE = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
 
@@ -150,8 +145,7 @@ class ProcessGroups:
         for a group of its own, such as another thread, take the one `of` these members.
         """
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
-        full = self.full_name(name, members)
-        if (found := self._built.get((full, backend))) is not None:
+        if (found := self._built.get((full := self.full_name(name, members), backend))) is not None:
             return found
         world = [self.ranks[m] for m in members]
         group, _ = c10d._new_process_group_helper(

@@ -116,6 +116,8 @@ def _check_reference(settings: Settings, call: Any) -> None:
 
 _WITHOUT_GENERATION = {"generate": None, "bucket_mb": None, "offload": (), "overlap": False}
 _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response_mask?")
+
+
 def _log_prob_reads(settings: Settings, call: Settings) -> tuple[str, ...]:
     columns = ("prompt_ids", "response_ids", "temperature?")
     return (*columns, ROUTING) if settings["replay_routing"] else columns
