@@ -52,8 +52,10 @@ class Manifest:
     rows: int
     columns: dict[str, Any]
 
-    def __reduce__(self) -> tuple:
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         """Arrays as buffers, which Ray's pickler takes as they are: of each array it would ask Python code."""
+        if protocol < 5:
+            return Manifest, (self.rows, self.columns)
         columns = [
             (name, tuple([_buffer(one) if isinstance(one, np.ndarray) else one for one in column]))
             if isinstance(column, tuple)
@@ -64,11 +66,11 @@ class Manifest:
 
 
 def _buffer(array: np.ndarray) -> tuple[str, tuple[int, ...], pickle.PickleBuffer]:
-    return array.dtype.str, array.shape, pickle.PickleBuffer(array)
+    return array.dtype.str, array.shape, pickle.PickleBuffer(array)  # type: ignore[arg-type]
 
 
 def _manifest(rows: int, columns: Sequence[tuple[str, Any]]) -> Manifest:
-    """The inverse of its `__reduce__`."""
+    """The inverse of its `__reduce_ex__`."""
     made = {}
     for name, column in columns:
         made[name] = column
