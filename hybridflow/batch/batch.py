@@ -68,11 +68,12 @@ class Batch:
         return batch
 
     @classmethod
-    def from_shared(cls, columns: Mapping[str, Any], *, chunk_rows: Sequence[int] | None = None) -> Batch:
+    def from_shared(cls, columns: Mapping[str, Column], *, chunk_rows: Sequence[int] | None = None) -> Batch:
         """A batch over columns that others read too: each tensor is copied on its first `batch[name]`."""
-        made, _ = kinds.checked({name: kinds.Objects(c) if isinstance(c, list) else c for name, c in columns.items()})
-        shared = {name for name, column in made.items() if not isinstance(column, list)}
-        return cls._of(made, len(next(iter(made.values()), ())), shared, chunk_rows)
+        if len({len(column) for column in columns.values()}) > 1:
+            kinds.checked(columns)  # names them
+        shared = [name for name, column in columns.items() if not isinstance(column, list)]
+        return cls._of(columns, len(next(iter(columns.values()), ())), shared, chunk_rows)
 
     # Columns
 
@@ -111,7 +112,8 @@ class Batch:
 
     def peek(self, name: str) -> Column:
         """The column without the private copy: for reading only, the memory may be shared."""
-        kinds.check_known([name], self._columns)
+        if name not in self._columns:
+            kinds.check_known([name], self._columns)
         return self._columns[name]
 
     def select(self, *names: str | Iterable[str]) -> Batch:

@@ -7,7 +7,9 @@ objects (texts, ground truths). Everything that depends on the kind is here, so 
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import cloudpickle
@@ -158,19 +160,19 @@ def from_array(array: np.ndarray) -> Tensor:
     An empty array is copied, and one that runs backwards, which torch cannot describe.
     Errors: TypeError or ValueError for a type that torch does not have.
     """
-    if array.size == 0 or any(stride < 0 for stride in array.strides):
+    if array.size == 0 or min(array.strides, default=0) < 0:
         array = array.copy()
-    if not array.flags.writeable:  # torch would warn; `Batch` guards the memory
-        pointer = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
-        array = np.asarray(_Borrowed(array, pointer))
+    if not array.flags.writeable:
+        _warned()
     return torch.from_numpy(array)
 
 
-class _Borrowed:
-    """Keeps the owner of borrowed memory alive as long as arrays over it live."""
-
-    def __init__(self, owner: np.ndarray, interface: dict[str, Any]) -> None:
-        self.owner, self.__array_interface__ = owner, interface
+@cache
+def _warned() -> None:
+    """torch warns once of a process's read-only arrays; `Batch` guards their memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(np.frombuffer(bytes(1), np.uint8))
 
 
 def row_slice(column: Column, start: int, stop: int) -> Column:
@@ -242,15 +244,30 @@ def decode(encoded: tuple[Any, ...]) -> Column:
     kind, *rest = encoded
     if kind == "objects":
         return pickle.loads(rest[0])
-    name, array, *offsets = rest
-    values, dtype = from_array(array), getattr(torch, name)
-    values = values if values.dtype == dtype else values.view(dtype)
-    return Ragged(values, from_array(offsets[0])) if kind == "ragged" else values
+    values = _from_numpy(*rest[:2])
+    return Ragged(values, from_array(rest[2])) if kind == "ragged" else values
+
+
+def decode_rows(name: str, columns: Sequence[tuple[Any, ...]], runs: Sequence[tuple[int, int, int]]) -> Column:
+    """Rows start:stop of column i for each (i, start, stop), one after the other: a view of a single run. Errors: as
+    `join`."""
+    types = {(one[1], one[2].shape[1:]) if one[0] == "dense" else None for one in columns}
+    if len(types) > 1 or None in types or not runs:
+        decoded = [decode(column) for column in columns]
+        return join(name, [row_slice(decoded[i], a, b) for i, a, b in runs or [(0, 0, 0)]])
+    arrays = [columns[i][2][start:stop] for i, start, stop in runs]
+    return _from_numpy(columns[0][1], arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
 def is_read_only(encoded: tuple[Any, ...]) -> bool:
     """Whether `decode` gives tensors over memory that is not this process's own."""
     return encoded[0] != "objects" and not encoded[2].flags.writeable
+
+
+def _from_numpy(name: str, array: np.ndarray) -> Tensor:
+    """The inverse of `_to_numpy`."""
+    values, dtype = from_array(array), getattr(torch, name)
+    return values if values.dtype == dtype else values.view(dtype)
 
 
 def _to_numpy(tensor: Tensor) -> tuple[str, np.ndarray]:

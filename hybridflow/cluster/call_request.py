@@ -1,8 +1,9 @@
 """CallRequest: how a call travels to its hosts.
 
-What all ranks share is pickled once (the `head`), and so are inputs that several ranks get. Object references lie
-beside the bytes, where Ray counts them. Rows by reference travel as one flat table: a node is a tuple that names its
-sources by number, so Python's pickler meets no class of ours.
+What all ranks share is pickled once (the `head`), and so are inputs that several ranks get. References to results lie
+beside the bytes as arguments of their own: Ray sends the call once they are there, with their values (a `Failure`, or
+`Lost`, in place of one that is not), so that a host asks nobody for its inputs. Rows by reference travel as one flat
+table: a node is a tuple that names its sources by number, so Python's pickler meets no class of ours.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from ray import ObjectRef, cloudpickle
 
 from hybridflow.cluster.backend import RankCall
+from hybridflow.cluster.future import plainly_pickled
 from hybridflow.cluster.row_refs import (
     CallOrigin,
     ColumnRef,
@@ -36,11 +38,17 @@ _PART, _UNPERMUTE = "part", "unpermute"
 
 
 class CallRequest(NamedTuple):
-    """What a host is sent for one call."""
+    """What a host is sent for one call: it gets the values of `refs`, and as references those that settings hold."""
 
     head: bytes
     own: bytes
-    refs: list[Any]
+    refs: Sequence[Any]
+    kept: Sequence[Any] = ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the host's method, which gives them to `call_of`."""
+        return (self.head, self.own, *self.refs, *([[*self.kept]] if self.kept else ()))
 
 
 def requests_of(
@@ -54,7 +62,7 @@ def requests_of(
     if not distinct:
         return [None] * len(calls)
     shared_nodes, names = _survey(distinct)
-    first, shared = distinct[0], _Table(names, inputs)
+    first, shared, kept = distinct[0], _Table(names, inputs), list[ObjectRef]()
     alike = {
         name: value
         for name, value in first.settings.items()
@@ -63,12 +71,14 @@ def requests_of(
     for node in shared_nodes:
         shared.add(node)
     common = (first.seq, first.group, first.method, first.writes, first.agree, step, first.phase, first.compares)
-    head = _dumps((common, alike, shared.entries), shared.refs, where, alike)
-    found = {id(call): _request(call, head, shared, alike, where) for call in distinct}
+    head = _dumps((common, alike, shared.entries), kept, where, alike)
+    found = {id(call): _request(call, head, kept, shared, alike, where) for call in distinct}
     return [None if call is None else found[id(call)] for call in calls]
 
 
-def _request(call: RankCall, head: bytes, shared: _Table, alike: Mapping[str, Any], where: str) -> CallRequest:
+def _request(
+    call: RankCall, head: bytes, kept: list[ObjectRef], shared: _Table, alike: Mapping[str, Any], where: str
+) -> CallRequest:
     table, rows, others = _Table(shared.names, shared.inputs, shared), dict[str, Any](), dict[str, Any]()
     for name, value in call.settings.items():
         if isinstance(value, RankRows):
@@ -76,24 +86,26 @@ def _request(call: RankCall, head: bytes, shared: _Table, alike: Mapping[str, An
             rows[name] = (value.rows, columns, value.chunk_rows)
         elif name not in alike:
             others[name] = value
-    own = (call.rows, call.span, tuple(call.settings), rows, others, table.entries)
-    plain = not others and all(entry[0] != _SPLIT for entry in table.entries)
-    return CallRequest(head, pickle.dumps(own, 5) if plain else _dumps(own, table.refs, where, others), table.refs)
+    own, mine = (call.rows, call.span, tuple(call.settings), rows, others, table.entries), kept.copy()
+    plain = not others and all(entry[0] != _SPLIT for entry in table.entries)  # with arrays, perhaps
+    return CallRequest(head, pickle.dumps(own, 5) if plain else _dumps(own, mine, where, others), table.refs, mine)
 
 
-def call_of(request: CallRequest) -> RankCall:
-    """The call, on its host."""
-    common, alike, entries = _Unpickler(io.BytesIO(request.head), request.refs).load()
-    due, span, names, rows, others, more = _Unpickler(io.BytesIO(request.own), request.refs).load()
+def call_of(head: bytes, own: bytes, *given: Any) -> RankCall:
+    """The call, on its host, from the `arguments` of its request."""
+    kept = given[-1] if given and type(given[-1]) is list else ()
+    common, alike, entries = _loads(head, kept)
+    due, span, names, rows, others, more = _loads(own, kept)
     seq, group, method, writes, agree, step, phase, compares = common
     nodes = list[Any]()
     for entry in (*entries, *more):
-        nodes.append(_node(entry, nodes, request.refs))
-    given = dict[str, Any](alike) | others
+        nodes.append(_node(entry, nodes, given))
+    settings = alike | others
     for name, (count, columns, chunk_rows) in rows.items():
         known = {name: ColumnRef(stored, nodes[at], unique) for name, (stored, at, unique) in columns.items()}
-        given[name] = RankRows(count, known, chunk_rows)
-    settings = {name: given[name] for name in names}
+        settings[name] = RankRows(count, known, chunk_rows)
+    if len(names) > 1:
+        settings = {name: settings[name] for name in names}
     return RankCall(seq, group, method, settings, writes, agree, due, span, step, phase, compares)
 
 
@@ -223,10 +235,16 @@ class _Unpickler(pickle.Unpickler):
         return self.refs[pid]
 
 
-def _dumps(value: Any, refs: list[Any], where: str, settings: Mapping[str, Any]) -> bytes:
+def _dumps(value: Any, kept: list[Any], where: str, settings: Mapping[str, Any]) -> bytes:
+    if (plain := plainly_pickled(value)) is not None:
+        return plain
     with arguments_sent(where, settings):
-        _Pickler(out := io.BytesIO(), refs).dump(value)
+        _Pickler(out := io.BytesIO(), kept).dump(value)
     return out.getvalue()
+
+
+def _loads(value: bytes, kept: Sequence[Any]) -> Any:
+    return _Unpickler(io.BytesIO(value), kept).load() if kept else pickle.loads(value)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ on hosts."""
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import pickle
@@ -41,6 +42,13 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """Takes the place of an argument of a host's method that is lost: Ray's error, which would end the call unrun."""
+
+    error: ray.exceptions.RayError
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A value too large to come with the status of its call: `ref` refers to it."""
 
@@ -60,13 +68,45 @@ class Status:
     skipped: tuple[SkippedStep, ...] = ()
     value: Any = None
 
-    def __reduce__(self) -> tuple:  # flat: Python's pickler is slow with classes
-        return _status, (self.failure, [(*event[:-1], *event.work) for event in self.events], self.skipped, self.value)
+    def packed(self) -> bytes | Status:
+        """As it is sent: flat and pickled by Python's own pickler, unless it has objects of classes; bytes travel
+        through Ray as they are."""
+        if self.failure is not None or self.skipped:
+            return self
+        packed = plainly_pickled(([(*event[:-1], *event.work) for event in self.events], self.value))
+        return self if packed is None else _PACKED + packed
 
 
-def _status(failure: Failure | None, events: Sequence[tuple], skipped: tuple[SkippedStep, ...], value: Any) -> Status:
-    at = len(Event._fields) - 1
-    return Status(failure, tuple(Event._make((*one[:at], CallWork._make(one[at:]))) for one in events), skipped, value)
+_PACKED = b"\0hybridflow status\0"  # no other result begins with it
+_OWN_FIELDS = len(Event._fields) - 1
+
+
+class _PlainPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        raise pickle.PicklingError(f"{type(obj)} is not plain")
+
+
+def plainly_pickled(value: Any) -> bytes | None:
+    """Numbers, texts, and lists, tuples and dicts of these, pickled; None for anything else, which cloudpickle takes
+    ten times as long for."""
+    try:
+        _PlainPickler(out := io.BytesIO(), 5).dump(value)
+    except pickle.PicklingError:
+        return None
+    return out.getvalue()
+
+
+def received(value: Any) -> Any:
+    """A result as its host gave it."""
+    if type(value) is not bytes or not value.startswith(_PACKED):
+        return value
+    events, own = pickle.loads(memoryview(value)[len(_PACKED) :])
+    made = [Event._make((*one[:_OWN_FIELDS], CallWork._make(one[_OWN_FIELDS:]))) for one in events]
+    return Status(None, tuple(made), (), own)
+
+
+def _results(refs: Sequence[Any], timeout: float) -> list[Any]:
+    return list(map(received, ray.get(refs, timeout=timeout)))
 
 
 def first_failure(values: Sequence[Any]) -> Failure | None:
@@ -197,7 +237,7 @@ def look_at(outputs: Sequence[RankOutput]) -> tuple[str, list[Any]]:
         known = get_local_object_locations([ref for ref in (*remote, *statuses) if ref is not None])
         ended = [ref for ref, found in known.items() if found["object_size"] is not None]
         here = {ref for ref in ended if not known[ref]["node_ids"]}  # not in the store of a node
-        values = dict(zip(here, ray.get(list(here), timeout=0), strict=True))
+        values = dict(zip(here, _results(list(here), 0), strict=True))
     except Exception as error:  # a session that is closed, a lost host, a type that cannot be read
         return f"gone: {type(error).__name__}", []
     if (failure := first_failure(list(values.values()))) is not None:
@@ -311,13 +351,13 @@ def _get(
     while True:
         left = end - time.monotonic()
         try:
-            return ray.get(refs, timeout=_look_seconds(left) if calls else max(0.0, left))
+            return _results(refs, _look_seconds(left) if calls else max(0.0, left))
         except ray.exceptions.GetTimeoutError:
             if calls and time.monotonic() >= min(look, end):
                 look = time.monotonic() + _LOOK_SECONDS
                 statuses = [status.ref for call in calls for status in call.statuses]
                 ready, _ = ray.wait(statuses, num_returns=len(statuses), timeout=0)
-                raise_failure(ray.get(ready), calls)
+                raise_failure(_results(ready, 0), calls)
                 if (lost := lost_peer(calls)) is not None:
                     raise lost.as_cause() from None
                 notice.look(lambda: unfinished(writers) or writers)
@@ -416,12 +456,16 @@ def _lost(refs: Sequence[Any], outputs: Sequence[RankOutput], error: Exception) 
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.RayError as own:
-            origin, cause = output.origin, None
-            if isinstance(own, ray.exceptions.RayTaskError):  # our own host code never raises
-                why = f"could not take its arguments or give back its result: {str(own.cause).strip()}"
-            else:
-                reason = str(own).strip().splitlines()[0]
-                why = f"was lost: its host process died or its data cannot be reached ({type(own).__name__}: {reason})"
-                cause = HostLostError(reason)
-            return worker_error(f"{origin} {why}", origin, cause=cause)
+            return lost_output(output.origin, own)
     return WorkerError(f"a result was lost: {type(error).__name__}: {error}")
+
+
+def lost_output(origin: CallOrigin, error: ray.exceptions.RayError) -> WorkerError:
+    """The error of who needs a result that is lost."""
+    if isinstance(error, ray.exceptions.RayTaskError):  # our own host code never raises
+        why, cause = f"could not take its arguments or give back its result: {str(error.cause).strip()}", None
+    else:
+        reason = str(error).strip().splitlines()[0]
+        why = f"was lost: its host process died or its data cannot be reached ({type(error).__name__}: {reason})"
+        cause = HostLostError(reason)
+    return worker_error(f"{origin} {why}", origin, cause=cause)

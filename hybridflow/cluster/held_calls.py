@@ -11,9 +11,11 @@ anything else with the session: issues another call, moves weights, or reads a r
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.cluster.backend import RankGroup
@@ -97,19 +99,20 @@ class HeldOutput(RankOutput):
         return self._refs.get(self.origin.rank)
 
 
+@dataclass
 class HeldCall:
     """A call of `method` on all `ranks`: their requests, and by rank the references to results once it is sent."""
 
-    def __init__(
-        self, ranks: RankGroup, method: str, requests: Sequence[CallRequest | None], issued: IssuedCall
-    ) -> None:
-        self.ranks, self.method, self.requests, self.issued = ranks, method, requests, issued
-        self.results: dict[int, Any] = {}
+    ranks: RankGroup
+    method: str
+    requests: Sequence[CallRequest | None]
+    issued: IssuedCall
+    results: dict[int, Any] = field(default_factory=dict)
 
     def send(self) -> None:
         for rank, (host, request) in enumerate(zip(self.ranks.hosts, self.requests, strict=True)):
             if request is not None:
-                self.results[rank] = host.handle.call.remote(*request)
+                self.results[rank] = host.handle.call.remote(*request.arguments)
 
 
 class HeldCalls:
@@ -167,8 +170,9 @@ class HeldCalls:
                 self._together = [call.issued for call in calls]
                 for rank, host in enumerate(calls[0].ranks.hosts):
                     asked = [call for call in calls if call.requests[rank] is not None]
-                    requests = [call.requests[rank] for call in asked]
-                    refs = host.handle.call_together.options(num_returns=len(asked)).remote(requests)
+                    requests = [call.requests[rank].arguments for call in asked]  # type: ignore[union-attr]
+                    both = host.handle.call_together.options(num_returns=len(asked))
+                    refs = both.remote([*map(len, requests)], *itertools.chain.from_iterable(requests))
                     for call, ref in zip(asked, refs if len(asked) > 1 else [refs], strict=True):
                         call.results[rank] = ref
                 return

@@ -2,13 +2,14 @@
 
     driver --CallRequest(what all ranks share, own inputs, references)--> Host --> worker.method(Batch) --> Manifest
 
-A call never raises through Ray: the host resolves inputs itself, the ranks of a group agree before the first collective
-that all have them, and failures are returned as values. So no rank skips a call that its peers run.
+A call never raises through Ray: inputs that failed or are lost arrive as values, the ranks of a group agree before the
+first collective that all have theirs, and failures are returned as values. So no rank skips a call that its peers run.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import os
 import pickle
@@ -23,22 +24,23 @@ from functools import partial
 from typing import Any
 
 import ray
+import ray.exceptions
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
+from ray._private.worker import global_worker
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
-from hybridflow.cluster.call_request import CallRequest, call_of
+from hybridflow.cluster.call_request import call_of
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
-from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
+from hybridflow.cluster.future import Failure, Lost, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines import process_groups
-from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.call_events import MAPPED, CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.time_sharing import SharedStages
@@ -47,7 +49,7 @@ from hybridflow.settings import own_settings
 
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a running store
-_SMALL_BYTES, _NUMBERS = 8192, (int, float)
+_SMALL_BYTES = 8192
 _CHATTY = ("megatron", "torch.distributed")  # they warn at import and on every collective about deliberate choices
 
 
@@ -84,6 +86,7 @@ class Host:
         torch.backends.cuda.enable_cudnn_sdp(False)  # vLLM's import does: training computes the same without it
         index = device_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
+        _take_lost_arguments()
         process_groups.gloo_address = address = ray.util.get_node_ip_address()
         self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(address)
 
@@ -149,24 +152,22 @@ class Host:
         self._events.append(Event("call", *own, failed=member.failure is not None))
         return member.failure
 
-    def call(self, *request: Any) -> Status:
+    def call(self, *request: Any) -> bytes | Status:
         """Run one method, of a `CallRequest`. Returns the status, with the method's value."""
-        result, status = self._timed(call_of(CallRequest(*request)))
-        return _with_value(status, result)
+        return _answer(*self._called(call_of(*request)))
 
     @ray.method(num_returns=2)
-    def call_writing(self, *request: Any) -> tuple[Manifest | Failure, Status]:
+    def call_writing(self, *request: Any) -> tuple[Manifest | Failure, bytes | Status]:
         """Run one method that writes columns. Returns their Manifest, and the status, which outlives the data."""
-        return self._timed(call_of(CallRequest(*request)))
-
-    def _timed(self, call: RankCall) -> tuple[Any, Status]:
-        with self._liveness.during(f"{self._members[call.group].role}.{call.method}"):
-            return self._called(call)
+        result, status = self._called(call_of(*request))
+        return result, status.packed()
 
     @ray.method(num_returns=2)
-    def call_together(self, requests: Sequence[CallRequest]) -> list[Status] | Status:
-        """Run updates of models that share their pipeline stages; the status of each, one after the other."""
-        calls = list(map(call_of, requests))
+    def call_together(self, counts: Sequence[int], *requests: Any) -> list[bytes | Status] | bytes | Status:
+        """Run updates of models that share their pipeline stages, from `counts` arguments of each request; the status
+        of each, one after the other."""
+        ends = list(itertools.accumulate(counts))
+        calls = [call_of(*requests[end - count : end]) for end, count in zip(ends, counts, strict=True)]
         members = [self._members[call.group] for call in calls]
         names = " and ".join(f"{member.role}.{call.method}" for member, call in zip(members, calls, strict=True))
         with self._liveness.during(names):
@@ -174,25 +175,28 @@ class Host:
             engines = [None if member.failure or member.incomplete else member.worker.engine for member in members]
             stages = SharedStages(engines, members[0].context)
             found = stages.run([partial(self._called, call) for call in calls])
-            statuses = [_with_value(status, result) for result, status in found]
+            statuses = [_answer(result, status) for result, status in found]
             return statuses if len(statuses) > 1 else statuses[0]
 
     def _called(self, call: RankCall) -> tuple[Any, Status]:
         member = self._members[call.group]
         context, start = member.context, time.time()
-        context.step, context.call, context.compares = call.step, call.seq, call.compares
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
-        context.row_number = partial(self.reader.row_number, call.settings, call.span)
-        ready, before, work, sizes, output = start, self._new_peak(context), CallWork(), (0, 0), None
-        result = inputs = self._inputs(member, call)
-        if not isinstance(inputs, Failure):
-            ready = time.time()
-            result, output = self._run(member, call, inputs)
-        context.row_number, end = int, time.time()  # what it refers to must not stay in the object store
-        if not isinstance(inputs, Failure):
-            work = self._work(member, call, inputs, output)
-            sizes = bytes_of(inputs.values()), bytes_of((output,))
+        context.step, context.call, context.compares = call.step, call.seq, call.compares
+        context.method, context.failed_stage = call.method, ""
+        if self.use_cuda and torch.cuda.is_initialized():  # a call's peak is measured from here
+            context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
+        before, ready, work, sizes, output = memory_used(self.device), start, CallWork(), (0, 0), None
+        with self._liveness.during(f"{member.role}.{call.method}"):
+            result = inputs = self._inputs(member, call)
+            if not isinstance(inputs, Failure):
+                ready = time.time()
+                result, output = self._run(member, call, inputs)
+            end = time.time()
+            if not isinstance(inputs, Failure):
+                sizes = bytes_of(inputs.values()), bytes_of((output,))
+                work = _work(member, call, inputs, output)
         failure = result if isinstance(result, Failure) else None
         own = (call.step, call.seq, member.role, call.method, self.pool, self.rank, start, ready, end)
         memory = before, memory_used(self.device), MAPPED.peak() if self.use_cuda else None
@@ -202,20 +206,6 @@ class Host:
         context.stages.clear()
         context.skipped.clear()
         return result, Status(failure, events, skipped)
-
-    def _new_peak(self, context: RankContext) -> int:
-        """Memory now. A call's peak is measured from here."""
-        if self.use_cuda and torch.cuda.is_initialized():
-            context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
-        return memory_used(self.device)
-
-    def _work(self, member: Member, call: RankCall, inputs: dict[str, Any], output: Any) -> CallWork:
-        """A worker's own columns may be anything: without figures a call is still a call."""
-        try:
-            return work_of(member.worker, call.phase, member.context.grid, inputs, output)
-        except Exception:
-            logger.debug("the work of %s.%s is unknown", member.role, call.method, exc_info=True)
-            return CallWork()
 
     def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
         """Read the inputs and agree with the other ranks that all have theirs; else return a rank's error."""
@@ -227,21 +217,27 @@ class Host:
         if not call.agree:
             return outcome
         try:
-            control = member.context.groups.new("control", call.agree, "gloo", self.deadlines.peers)
-            return agree_on(control, outcome if isinstance(outcome, Failure) else None)[0] or outcome
+            control = member.control(call.agree, self.deadlines.peers)
+            return control.agree(outcome if isinstance(outcome, Failure) else None) or outcome
         except Exception as error:
             return self._failure(member, call.method, call, error)
 
     def _run(self, member: Member, call: RankCall, settings: dict[str, Any]) -> tuple[Any, Any]:
         """What the driver gets, and the method's own result (None if it raised)."""
-        member.context.method, member.context.failed_stage = call.method, ""
+        groups = member.context.groups
+        member.context.row_number = partial(self.reader.row_number, call.settings, call.span)
         member.calls[call.method] += 1
         try:
-            with member.context.groups.checked():
+            groups.check()
+            try:
                 result = getattr(member.worker, call.method)(**settings)
+            finally:
+                groups.check()  # its error replaces one that undefined results led to
             return self._written(result, call) if call.writes else result, result
         except Exception as error:
             return self._failure(member, call.method, call, error), None
+        finally:
+            member.context.row_number = int  # what it refers to must not stay in the object store
 
     def _written(self, result: Any, call: RankCall) -> Manifest:
         if result is None:  # a rank whose output no protocol collects, e.g. not the last pipeline stage
@@ -398,12 +394,38 @@ class Host:
         self._liveness.close()
 
 
-def _with_value(status: Status, value: Any) -> Status:
+def _work(member: Member, call: RankCall, inputs: dict[str, Any], output: Any) -> CallWork:
+    """A worker's own columns may be anything: without figures a call is still a call."""
+    try:
+        return work_of(member.worker, call.phase, member.context.grid, inputs, output)
+    except Exception:
+        logger.debug("the work of %s.%s is unknown", member.role, call.method, exc_info=True)
+        return CallWork()
+
+
+def _answer(value: Any, status: Status) -> bytes | Status:
     """The status of a call with the value that it returned, which stays in the object store if it is large."""
     if status.failure is not None or value is None:
-        return status
-    if not isinstance(value, _NUMBERS):
+        return status.packed()
+    found = replace(status, value=value).packed()
+    if isinstance(found, bytes):
+        size = len(found)
+    else:
         buffers = list[pickle.PickleBuffer]()
         size = len(cloudpickle.dumps(value, buffer_callback=buffers.append)) + sum(one.raw().nbytes for one in buffers)
-        value = Stored(ray.put(value)) if size > _SMALL_BYTES else value
-    return replace(status, value=value)
+    return found if size <= _SMALL_BYTES else replace(status, value=Stored(ray.put(value)))
+
+
+def _take_lost_arguments() -> None:
+    """From here on a lost argument of this process's methods is a `Lost`: Ray would skip the call, whose other ranks
+    then wait for this one."""
+    worker: Any = global_worker
+    read = worker.deserialize_objects
+
+    def deserialize(objects: Any, refs: Any, rdt_objects: Any = None) -> list[Any]:
+        values = read(objects, refs, rdt_objects)
+        if rdt_objects is not None:  # of ray.get
+            return values
+        return [Lost(value) if isinstance(value, ray.exceptions.RayError) else value for value in values]
+
+    worker.deserialize_objects = deserialize

@@ -32,6 +32,7 @@ from hybridflow.cluster.backend import HostProcess, RankGroup
 from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ASK, WATCH, Doing
 from hybridflow.cluster.slow_ranks import SlowRanks
+from hybridflow.engines.process_groups import fail_with_machine
 
 logger = logging.getLogger(__name__)
 SAMPLE_SECONDS = 2.0
@@ -298,11 +299,7 @@ def _new_socket(host: str) -> socket.socket:
     """A socket that fails within `_GONE_SECONDS` when the other machine is gone."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     made.setblocking(False)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    limits = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": int(1000 * _GONE_SECONDS)}
-    for name, value in limits.items():
-        if (option := getattr(socket, name, None)) is not None:  # systems have some of them
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    fail_with_machine(made, 1, 1, _GONE_SECONDS)
     return made
 
 

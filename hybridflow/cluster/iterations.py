@@ -22,6 +22,7 @@ from hybridflow.cluster.future import (
     late,
     lost_peer,
     raise_failure,
+    received,
     skipped_steps,
     without_work,
 )
@@ -250,7 +251,7 @@ class Iterations:
             ended = ray.wait(list(sent), num_returns=len(sent), timeout=0)[0] if sent else []
             for ref in ended:
                 with contextlib.suppress(ray.exceptions.RayError):  # a lost host's
-                    if ray.get(ref).failure is None:
+                    if received(ray.get(ref)).failure is None:
                         self._settle(number, [sent[ref]])
 
     def _note_skipped(self, number: int, status: Status) -> None:

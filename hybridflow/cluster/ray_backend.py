@@ -246,11 +246,11 @@ class RayBackend(SessionBackend):
                     continue
                 origin = self.iterations.origin(ranks.name, rank, method, host)
                 if call.writes:
-                    ref, status = host.handle.call_writing.remote(*request)
+                    ref, status = host.handle.call_writing.remote(*request.arguments)
                     out.append(RankOutput(ref, call.rows, origin, issued, host.address))
                     issued.statuses.append(RankOutput(status, None, origin, issued, host.address))
                 else:
-                    both = RankOutput(host.handle.call.remote(*request), None, origin, issued, host.address)
+                    both = RankOutput(host.handle.call.remote(*request.arguments), None, origin, issued, host.address)
                     out.append(both)
                     issued.statuses.append(both)
             self.iterations.issued(issued.statuses)

@@ -7,6 +7,7 @@ bytes without a copy. The driver holds only a reference to the manifest.
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.columns import Column, decode, encode, join, row_slice, take
+from hybridflow.batch.columns import Column, decode, decode_rows, encode, join, take
 from hybridflow.batch.ragged import Ragged
 from hybridflow.batch.row_split import Assignment
-from hybridflow.cluster.future import Failure, fetch
+from hybridflow.cluster.future import Failure, Lost, fetch, lost_output
 from hybridflow.cluster.row_refs import (
     ColumnRef,
     Gather,
@@ -51,6 +52,32 @@ class Manifest:
     rows: int
     columns: dict[str, Any]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Arrays as buffers, which Ray's pickler takes as they are: of each array it would ask Python code."""
+        if protocol < 5:
+            return Manifest, (self.rows, self.columns)
+        columns = [
+            (name, tuple([_buffer(one) if isinstance(one, np.ndarray) else one for one in column]))
+            if isinstance(column, tuple)
+            else (name, column)
+            for name, column in self.columns.items()
+        ]
+        return _manifest, (self.rows, columns)
+
+
+def _buffer(array: np.ndarray) -> tuple[str, tuple[int, ...], pickle.PickleBuffer]:
+    return array.dtype.str, array.shape, pickle.PickleBuffer(array)  # type: ignore[arg-type]
+
+
+def _manifest(rows: int, columns: Sequence[tuple[str, Any]]) -> Manifest:
+    """The inverse of its `__reduce_ex__`."""
+    made = {}
+    for name, column in columns:
+        made[name] = column
+        if isinstance(column, tuple):
+            made[name] = tuple([np.ndarray(a[1], a[0], a[2]) if isinstance(a, tuple) else a for a in column])
+    return Manifest(rows, made)
+
 
 def write(batch: Batch, on_driver: bool = False) -> Manifest:
     """Store the large columns of a batch, if there is a store, and put the others into the manifest."""
@@ -59,8 +86,7 @@ def write(batch: Batch, on_driver: bool = False) -> Manifest:
     columns: dict[str, Any] = {}
     for name in batch.columns:
         encoded = encode(batch.peek(name))
-        size = sum(item.nbytes for item in encoded if isinstance(item, np.ndarray))
-        if stores and size > limit:
+        if stores and sum([item.nbytes for item in encoded if isinstance(item, np.ndarray)]) > limit:
             columns[name] = ray.put(encoded)
         elif on_driver:  # a copy: the caller may change its tensors later
             columns[name] = tuple(item.copy() if isinstance(item, np.ndarray) else item for item in encoded)
@@ -100,14 +126,17 @@ class Reader:
         return [manifest.rows for manifest in self._manifests(outputs)]
 
     def _manifests(self, outputs: Sequence[RankOutput]) -> list[Manifest]:
-        pending = [output for output in outputs if not isinstance(output.ref, Manifest)]
         for output in outputs:
             output.note_read()
-        got = iter(fetch([output.ref for output in pending], pending, self.timeout))
-        values = [output.ref if isinstance(output.ref, Manifest) else next(got) for output in outputs]
+        values = [output.ref for output in outputs]
+        if pending := [output for output in outputs if isinstance(output.ref, ray.ObjectRef)]:
+            got = iter(fetch([output.ref for output in pending], pending, self.timeout))
+            values = [next(got) if isinstance(value, ray.ObjectRef) else value for value in values]
         for output, value in zip(outputs, values, strict=True):
             if isinstance(value, Failure):
                 raise value.error
+            if isinstance(value, Lost):
+                raise lost_output(output.origin, value.error)
             if output.rows is not None and value.rows != output.rows:
                 raise WorkerError(
                     f"{output.origin} returned {value.rows} rows where {output.rows} were due. Declare "
@@ -120,23 +149,26 @@ class Reader:
         columns: Mapping[str, ColumnRef],
         sources: Mapping[int, Located | Stretches],
         manifests: Mapping[int, Manifest],
-    ) -> dict[tuple[int, str], Column]:
-        """Each needed stored column of each needed output, in one request."""
-        wanted: dict[tuple[int, str], Any] = {}
+    ) -> dict[tuple[int, str], Any]:
+        """Each needed stored column of each needed output, encoded; those that are objects in one request."""
+        found: dict[tuple[int, str], Any] = {}
+        remote: dict[ray.ObjectRef, RankOutput] = {}
         for ref in columns.values():
             for output in sources[id(ref.node)].outputs:
-                found = manifests[id(output)].columns
-                if ref.stored not in found:
-                    raise WorkerError(
-                        f"{output.origin} declared the column {ref.stored!r} and returned {sorted(found)}."
-                    )
-                wanted[id(output), ref.stored] = (found[ref.stored], output)
-        remote = {entry: output for entry, output in wanted.values() if isinstance(entry, ray.ObjectRef)}
-        objects = dict(zip(remote, fetch(list(remote), list(remote.values()), self.timeout, follow=False), strict=True))
-        return {
-            key: decode(objects[entry] if isinstance(entry, ray.ObjectRef) else entry)
-            for key, (entry, _) in wanted.items()
-        }
+                entry = manifests[id(output)].columns.get(ref.stored)
+                if entry is None:
+                    has = sorted(manifests[id(output)].columns)
+                    raise WorkerError(f"{output.origin} declared the column {ref.stored!r} and returned {has}.")
+                if isinstance(entry, Lost):
+                    raise lost_output(output.origin, entry.error)
+                if isinstance(entry, ray.ObjectRef):
+                    remote[entry] = output
+                found[id(output), ref.stored] = entry
+        if remote:
+            objects = fetch(list(remote), list(remote.values()), self.timeout, follow=False)
+            there = dict(zip(remote, objects, strict=True))
+            found = {key: there.get(one, one) if isinstance(one, ray.ObjectRef) else one for key, one in found.items()}
+        return found
 
     def _assign(self, split: SplitSpec) -> list[Index]:
         """Rows of every part of a split, computed once."""
@@ -160,14 +192,15 @@ class Reader:
         return split.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 
-def _gathered(ref: ColumnRef, found: Located | Stretches, stored: Mapping[tuple[int, str], Column]) -> Column:
+def _gathered(ref: ColumnRef, found: Located | Stretches, stored: Mapping[tuple[int, str], Any]) -> Column:
     """The wanted rows of one column: a view where they lie side by side, else a copy."""
     columns = [stored[id(output), ref.stored] for output in found.outputs]
     if isinstance(found, Stretches) or len(found.runs) <= max(8, len(columns)):
-        out = join(ref.stored, [row_slice(columns[i], a, b) for i, a, b in found.runs] or [row_slice(columns[0], 0, 0)])
+        out = decode_rows(ref.stored, columns, found.runs)
     else:
-        starts = np.cumsum([0, *(len(column) for column in columns)])
-        out = take(join(ref.stored, columns), torch.from_numpy(starts[found.which] + found.row))
+        decoded = [decode(column) for column in columns]
+        starts = np.cumsum([0, *map(len, decoded)])
+        out = take(join(ref.stored, decoded), torch.from_numpy(starts[found.which] + found.row))
     if ref.unique and isinstance(out, Tensor) and isinstance(found, Located) and (found.repeats > 1).any():
         out = out * torch.from_numpy(found.repeats) + torch.from_numpy(found.copy)
     return out

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.cluster.backend import HostProcess, RankGroup, node_numbers
+from hybridflow.cluster.control_tree import ControlTree
 from hybridflow.cluster.future import Failure, Future, Status
 from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
@@ -37,6 +38,7 @@ from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan import WeightPlan, plan
 from hybridflow.engine3d.transfer.transfer import Transfer
+from hybridflow.engines import process_groups
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.errors import LayoutError, WaitTimeoutError
@@ -107,6 +109,16 @@ class Member:
     failure: Failure | None = None
     incomplete: Failure | None = None
     calls: Counter[str] = field(default_factory=Counter)
+    _controls: dict[tuple[int, ...], ControlTree] = field(default_factory=dict)
+
+    def control(self, ranks: tuple[int, ...], seconds: float) -> ControlTree:
+        """By which these ranks of the group, this one among them, agree."""
+        if (found := self._controls.get(ranks)) is None:
+            groups, address = self.context.groups, process_groups.gloo_address
+            name, rank = groups.full_name("control", ranks), ranks.index(self.rank)
+            found = self._controls[ranks] = ControlTree(groups.store, name, len(ranks), rank, address, seconds)
+            groups.when_closed(found.close)
+        return found
 
 
 @dataclass

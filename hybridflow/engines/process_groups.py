@@ -80,22 +80,27 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def _end_with_machine(found: tuple[int, str]) -> None:
-    """Have a connection fail 30 s after its other machine vanished: a collective would wait for its deadline. A stopped
-    process answers by its kernel, unless it leaves more data unread than its buffers hold."""
     try:
         connection = socket.socket(fileno=found[0])
     except OSError:  # closed meanwhile
         return
     with suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _GONE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        fail_with_machine(connection)
     connection.detach()  # gloo's own
+
+
+def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 2, seconds: float = 30.0) -> None:
+    """Have a connection fail `seconds` after its other machine vanished: a collective would wait for its deadline. A
+    stopped process answers by its kernel, unless it leaves more data unread than its buffers hold."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in zip(_GONE, (idle, interval, 3, int(1000 * seconds)), strict=True):
+        if (option := getattr(socket, name, None)) is not None:  # systems have some of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _DESCRIPTORS = "/proc/self/fd"
 _LOOPBACK = "127.0.0.1"
-_GONE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}  # milliseconds
+_GONE = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
 
@@ -140,8 +145,7 @@ class ProcessGroups:
         for a group of its own, such as another thread, take the one `of` these members.
         """
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
-        full = f"{self.name}/{name}/{'-'.join(map(str, members)) if len(members) < 64 else hash(tuple(members))}"
-        if (found := self._built.get((full, backend))) is not None:
+        if (found := self._built.get((full := self.full_name(name, members), backend))) is not None:
             return found
         world = [self.ranks[m] for m in members]
         group, _ = c10d._new_process_group_helper(
@@ -159,6 +163,10 @@ class ProcessGroups:
         self._built[(full, backend)] = group
         return group
 
+    def full_name(self, name: str, members: Sequence[int]) -> str:
+        """The key in the store of what only these members share."""
+        return f"{self.name}/{name}/{'-'.join(map(str, members)) if len(members) < 64 else hash(tuple(members))}"
+
     def of(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The group in which these members compute together."""
         return self.new("computing", members)
@@ -171,15 +179,6 @@ class ProcessGroups:
         if self.device.type == "cuda":
             for group in self._built.values():
                 check_complete(group)
-
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """`check` before and after the block; its error replaces one that the undefined results led to."""
-        self.check()
-        try:
-            yield
-        finally:
-            self.check()
 
     def collectives(self) -> dict[str, int]:
         """How many operations this rank has begun in each group. Ranks that make equal collectives add equal numbers;

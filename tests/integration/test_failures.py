@@ -445,6 +445,22 @@ def test_a_lost_writer_of_inputs_is_named_while_their_reader_waits(cluster, trai
     settle()
 
 
+def test_a_lost_input_of_one_rank_is_a_failure_of_all_and_the_next_call_works(cluster, trainer, batch, settle):
+    """Ray itself would skip the call on this rank, and the others would wait for it."""
+    with hf.ResourcePool([2]) as pool:
+        source = hf.place(Source, pool, name="near")
+        source.good(batch).get()
+        trainer.update(batch).get()
+        before = cluster.backend.calls(trainer.ranks)
+        start, result = time.monotonic(), trainer.update(source.die(batch))
+        with pytest.raises(HostLostError, match=r"near.die on rank 1 .* was lost: its host process died"):
+            result.get()
+        assert cluster.backend.calls(trainer.ranks) == before
+        assert time.monotonic() - start < WITHIN
+        trainer.update(batch).get()
+    settle()
+
+
 def test_an_error_names_the_step_of_the_loop(source, batch, cluster, settle):
     for step in (1, 2):
         cluster.iterations.begin()

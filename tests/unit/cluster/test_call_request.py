@@ -56,7 +56,7 @@ def test_ranks_read_the_rows_that_they_are_given(data):
     assert requests[0] is None
     for part, own, request in zip([p for p in split for _ in range(2)], given_twice, requests[1:], strict=True):
         assert request is not None
-        found = call_of(request)
+        found = call_of(*request.arguments)
         assert replace(found, settings={}) == replace(own, settings={}, step=5)
         assert list(found.settings) == ["batch", "times"]
         assert found.settings["times"] == 2
@@ -74,8 +74,8 @@ def test_references_lie_beside_the_bytes():
     sent = [call(batch=part.to_rank(), mine=i, other={"ref": refs[2]}) for i, part in enumerate(whole.split(2))]
     for i, request in enumerate(requests_of(sent, "group.go", None, {})):
         assert request is not None
-        assert set(request.refs) == {refs[2], refs[i]}
-        found = call_of(request)
+        assert (set(request.refs), request.kept) == ({refs[i]}, [refs[2]])
+        found = call_of(*request.arguments)
         assert found.settings["mine"] == i
         assert found.settings["other"]["ref"] is refs[2]
         nodes = {id(ref.node) for ref in found.settings["batch"].columns.values()}
@@ -100,7 +100,7 @@ def test_what_ranks_share_is_pickled_once():
     assert len({request.head for request in requests if request}) == 1
     some = requests_of([call(batch=part.to_rank(), loss=Counted()) for part in whole.split(3)], "group.go", None, {})
     assert Counted.pickled == 4
-    assert all(isinstance(call_of(request).settings["loss"], Counted) for request in some if request)
+    assert all(isinstance(call_of(*request.arguments).settings["loss"], Counted) for request in some if request)
 
 
 def test_settings_that_cannot_be_sent_are_named():
@@ -108,4 +108,4 @@ def test_settings_that_cannot_be_sent_are_named():
         requests_of([call(lr=1.0, hook=threading.Lock())], "group.go", None, {})
     (request,) = requests_of([call(hook=lambda x: x + 1)], "group.go", None, {})
     assert request is not None
-    assert call_of(request).settings["hook"](1) == 2
+    assert call_of(*request.arguments).settings["hook"](1) == 2

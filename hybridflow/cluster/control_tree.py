@@ -1,0 +1,104 @@
+"""ControlTree: the ranks of a group agree through a tree of connections, before they run a call.
+
+    rank 0 <--what failed, or nothing-- ranks 1..16 <-- ranks 17..272 ...
+           --the same answer to all-->
+
+Gloo's all-reduce of n ranks takes 2 (n - 1) steps, each of which wakes two threads of every rank; here each rank sends
+one message and waits for one, and for one of each of its children.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import pickle
+import secrets
+import socket
+import struct
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from hybridflow.cluster.liveness import listening_socket
+from hybridflow.engines.process_groups import fail_with_machine
+from hybridflow.errors import WaitTimeoutError
+
+F = TypeVar("F")
+_CHILDREN = 16
+_LENGTH, _KEY_BYTES = struct.Struct("!I"), 16
+
+
+class ControlTree:
+    """Rank `rank` of `size`, all of which make one of this `name` in `store`, reachable at `address`; waits for each
+    of its neighbours for `seconds` at most.
+
+    Once a neighbour did not come, or is gone, the tree is closed, since a late answer would be taken for that of
+    another call: the other ranks notice at once, and every further agreement fails.
+    """
+
+    def __init__(self, store: dist.Store, name: str, size: int, rank: int, address: str, seconds: float) -> None:
+        self._store, self._name, self._rank, self._address, self._seconds = store, name, rank, address, seconds
+        self._children = len(range(rank * _CHILDREN + 1, min(size, (rank + 1) * _CHILDREN + 1)))
+        self._neighbours, self._closed = list[socket.socket](), False  # the parent first
+
+    def agree(self, failure: F | None) -> F | None:
+        """The failure of one of the ranks, the same on all of them; None where no rank has one. Errors:
+        WaitTimeoutError when a rank did not come or is gone."""
+        if self._closed:
+            raise WaitTimeoutError("a peer did not take part in an earlier call, since when the ranks cannot agree.")
+        said = b"" if failure is None else pickle.dumps(failure)
+        try:
+            if not self._neighbours:
+                self._connect()
+            parents = self._neighbours[: self._rank > 0]
+            children = self._neighbours[len(parents) :]
+            for child in children:
+                said = _message(child) or said
+            for parent in parents:
+                parent.sendall(_LENGTH.pack(len(said)) + said)
+                said = _message(parent)
+            for child in children:
+                child.sendall(_LENGTH.pack(len(said)) + said)
+        except OSError as error:
+            self.close()
+            raise WaitTimeoutError(f"a peer did not take part: {error}") from error
+        return pickle.loads(said) if said else None
+
+    def _connect(self) -> None:
+        key, wanted = secrets.token_hex(_KEY_BYTES // 2), self._children + (self._rank > 0)
+        with listening_socket(self._address) as listener:
+            listener.settimeout(self._seconds)
+            if self._children:
+                self._store.set(f"{self._name}/{self._rank}", json.dumps([*listener.getsockname()[:2], key]))
+            if self._rank:
+                host, port, known = json.loads(self._store.get(f"{self._name}/{(self._rank - 1) // _CHILDREN}"))
+                self._add(socket.create_connection((host, port), self._seconds)).sendall(known.encode())
+            while len(self._neighbours) < wanted:
+                other = self._add(listener.accept()[0])
+                if not hmac.compare_digest(_receive(other, _KEY_BYTES), key.encode()):
+                    self._neighbours.pop().close()
+
+    def _add(self, connection: socket.socket) -> socket.socket:
+        connection.settimeout(self._seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        fail_with_machine(connection)
+        self._neighbours.append(connection)
+        return connection
+
+    def close(self) -> None:
+        self._closed = True
+        for one in self._neighbours:
+            one.close()
+
+
+def _message(source: socket.socket) -> bytes:
+    return _receive(source, _LENGTH.unpack(_receive(source, _LENGTH.size))[0])
+
+
+def _receive(source: socket.socket, size: int) -> bytes:
+    said = b""
+    while len(said) < size:
+        if not (part := source.recv(size - len(said))):
+            raise ConnectionResetError("its connection ended")
+        said += part
+    return said
