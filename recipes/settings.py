@@ -64,8 +64,7 @@ def _schedules(cfg: Any) -> Iterator[tuple[Any, int]]:
             yield optim, cfg.steps * (cfg.minibatches * cfg.get("epochs", 1) + texts)
 
 
-def directory(cfg: Any) -> Path:
-    """The run's directory on this machine: `name` if it is a path, such as ./first, otherwise runs/<name>."""
+def directory(cfg: Any) -> Path:  # `name` if it is a path, such as ./first, otherwise runs/<name>
     return run_directory(str(cfg.name))
 
 

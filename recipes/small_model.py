@@ -11,16 +11,13 @@ from typing import Any
 from hybridflow.cluster.startup import progress, stage
 
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
-_NO_LABEL = -100
-
-Worksheet = Callable[[random.Random], tuple[Sequence[str], Sequence[str]]]
-"""Samples one exercise: a prompt and the target answer, as texts or as lists of tokens."""
+_NO_LABEL, _MIXTURE = -100, {"num_experts_per_tok": 2, "norm_topk_prob": True}
+Worksheet = Callable[[random.Random], tuple[Sequence[str], Sequence[str]]]  # a prompt, its target: texts or tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallModel:
-    """Model sizes (head_dim 32) and supervised training: `batch` exercises per step, linear decay of `lr`. With
-    `experts` it is a Qwen3-MoE, whose tokens go to two of them."""
+    """Sizes (head_dim 32; with `experts` a Qwen3-MoE) and training: `batch` exercises a step, linear decay of `lr`."""
 
     characters: str = "0123456789+= "
     chat_template: str | None = None
@@ -74,7 +71,6 @@ class SmallModel:
     def _model(self) -> Any:
         from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-        mixture: dict[str, Any] = {"num_experts": self.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
         config = (Qwen3MoeConfig if self.experts else LlamaConfig)(
             vocab_size=len(self.vocabulary),
             hidden_size=self.hidden,
@@ -88,7 +84,7 @@ class SmallModel:
             bos_token_id=None,
             eos_token_id=self.vocabulary[EOS],
             pad_token_id=self.vocabulary[PAD],
-            **({**mixture, "moe_intermediate_size": self.hidden} if self.experts else {}),
+            **({"num_experts": self.experts, **_MIXTURE, "moe_intermediate_size": self.hidden} if self.experts else {}),
         )
         return AutoModelForCausalLM.from_config(config)
 
