@@ -26,7 +26,10 @@ DEEPSEEK_V2 = {**SIZES, "num_key_value_heads": 8, "head_dim": 64, "qk_rope_head_
 DEEPSEEK_V2 |= {"kv_lora_rank": 512, "q_lora_rank": None, "v_head_dim": 32, "moe_intermediate_size": 32}
 DEEPSEEK_V2 |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 DEEPSEEK_V2 |= {"first_k_dense_replace": 1, "topk_method": "greedy"}
-OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"}
+OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"} | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def make(directory: Path, family: str, **sizes: Any) -> Path:
