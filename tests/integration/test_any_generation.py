@@ -26,7 +26,10 @@ DEEPSEEK_V2 = {**SIZES, "num_key_value_heads": 8, "head_dim": 64, "qk_rope_head_
 DEEPSEEK_V2 |= {"kv_lora_rank": 512, "q_lora_rank": None, "v_head_dim": 32, "moe_intermediate_size": 32}
 DEEPSEEK_V2 |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 DEEPSEEK_V2 |= {"first_k_dense_replace": 1, "topk_method": "greedy"}
-OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"}
+OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"} | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def make(directory: Path, family: str, **sizes: Any) -> Path:
@@ -158,7 +161,20 @@ def test_latent_attention_generates_with_what_was_trained(pool, place, tmp_path)
     assert after != before
 
 
+def test_a_model_that_vllm_runs_on_modules_of_transformers(pool, place, tmp_path) -> None:
+    """Whose classes train in the same process."""
+    policy, prompts = make(tmp_path / "olmo2", "olmo2", **OLMO2), make_prompts(6)
+    generate = hf.VLLM(tp=2, **GREEDY)
+    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=SGD, generate=generate)
+    before = generated(actor, prompts)
+    assert before == expected(policy, prompts)
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
+    after = generated(actor, prompts)
+    assert after == expected(actor.save(tmp_path / "saved"), prompts)
+    assert after != before
+
+
 def test_a_model_that_vllm_does_not_have_is_refused_before_anything_is_placed(pool, place, tmp_path) -> None:
-    policy = make(tmp_path / "olmo2", "olmo2", **OLMO2)
-    with pytest.raises(ModelError, match="vLLM has no model class Olmo2ForCausalLM of its own"):
+    policy = make(tmp_path / "gpt_neox", "gpt_neox", **OLMO2)
+    with pytest.raises(ModelError, match="vLLM has no model class GPTNeoXForCausalLM of its own"):
         place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), generate=hf.VLLM(**GREEDY))

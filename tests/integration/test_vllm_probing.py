@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {**SIZES, "n_inner": 96},  # turned
     "bloom": SIZES,  # query, key and value of each head one after the other
     "mixtral": {**SIZES, "num_local_experts": 4},
+    **dict.fromkeys(requirements._ON_TRANSFORMERS, SIZES),
 }
 MIXED = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 32}
 KNOWN, OTHERS = (
@@ -78,8 +80,7 @@ def test_known_families_are_found_as_they_are_known(ranks, directories, family, 
     assert all(ranks.run(p * t, same_regions, ranks.name(), directories[family], p, t))
 
 
-@pytest.mark.parametrize("family", OTHERS)
-@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize(("family", "t"), [*product(OTHERS, (1, 2)), *product(requirements._ON_TRANSFORMERS, (2,))])
 def test_other_models_generate_what_transformers_computes(ranks, directories, family, t) -> None:
     found = ranks.run(t, generated, ranks.name(), directories[family], 1, t)
     model = AutoModelForCausalLM.from_pretrained(directories[family], dtype=torch.float32).eval()
@@ -114,7 +115,8 @@ def test_what_vllm_cannot_generate_with_is_refused_on_the_driver() -> None:
 
     check(spec("phi3"), VLLM(tp=2), "cpu")
     for found, strategy, device, words in (
-        (spec("olmo2"), VLLM(), "cpu", "vLLM has no model class Olmo2ForCausalLM of its own"),
+        (spec("gpt_neox"), VLLM(), "cpu", "vLLM has no model class GPTNeoXForCausalLM of its own"),
+        (spec("olmo2"), VLLM(), "cuda", "compiles transformers' class of this olmo2 model for the whole process"),
         (spec("phi3", num_attention_heads=8), VLLM(), "cpu", "head_dim=16"),
         (spec("phi3"), VLLM(tp=3), "cuda", "2 kv-heads are not divisible by tp"),
         (spec("phi3"), VLLM(pp=3), "cuda", "the model has 2 layers"),

@@ -27,6 +27,7 @@ from hybridflow.engines.vllm.requirements import (
     latent_size,
     max_length,
     memory_error,
+    on_transformers,
     resolved_dtype,
     runs_eagerly,
 )
@@ -76,6 +77,8 @@ def start_core(
         with groups.installing(), ExitStack() as stack:
             for one in watching:
                 stack.enter_context(one)
+            if on_transformers(spec):
+                stack.enter_context(isolation.uncompiled())
             config = _config(strategy, spec, checkpoint, device)
             try:
                 core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)

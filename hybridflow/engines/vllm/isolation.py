@@ -150,6 +150,16 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, vLLM's models on transformers' modules do not make a transformers class one that compiles: it would be
+    another for the training side. All else that vLLM changes there belongs to its own modules."""
+    from vllm.model_executor.models.transformers import base
+
+    with replaced(base, "support_torch_compile", lambda **options: lambda model_class: model_class):
+        yield
+
+
 def _fence_cpu(stack: ExitStack) -> None:
     import vllm._custom_ops  # noqa: F401  (registers torch.ops._C)
     from vllm.model_executor.layers import utils as linear_layers

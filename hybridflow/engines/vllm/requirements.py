@@ -51,7 +51,12 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     t, p = strategy.tp, strategy.pp
     if spec.head != "lm":
         raise ModelError(f"vLLM generates text; this model has a {spec.head!r} head and no output embedding.")
-    _ = architecture(spec)
+    name = architecture(spec)
+    if on_transformers(spec) and device_type != "cpu":
+        raise ModelError(
+            f"vLLM has no model class {name} of its own. On CUDA it compiles transformers' class of this {spec.family} "
+            "model for the whole process, in which it trains. Use a model that vLLM has, or train without generation."
+        )
     _check_latent(spec, device_type)
     if spec.family in _WIDER and "sliding_attention" in _kinds(spec):
         raise ModelError(
@@ -249,7 +254,9 @@ qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text stablelm zamba2
 """
 _FAMILIES = frozenset(_NAMES.split())
 """Models that vLLM 0.32 has a class of its own for; a test compares them with its table. Those that it runs on
-transformers' modules are not among them: it changes those classes for the whole process, in which they train."""
+transformers' modules are not among them."""
+_ON_TRANSFORMERS = ("arcee", "glm", "jais2", "olmo", "olmo2", "olmo3", "seed_oss", "smollm3", "starcoder2")
+"""Models that vLLM runs on transformers' modules and computes as these train: a test compares them."""
 _UNIFORM = ("qwen2", "qwen3")  # vLLM's classes of these assert that all layers have the same window
 _WIDER = ("cohere2", "cohere2_moe")
 _LATENT = ("deepseek_v2", "deepseek_v3")
@@ -261,17 +268,22 @@ BUILT_IN: dict[str, dict[str, str]] = {
 _DELTA_RULE = ("kimi_linear", "olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 
 
+def on_transformers(spec: Decoder) -> bool:
+    """Whether vLLM runs the model on modules of transformers."""
+    return spec.family in _ON_TRANSFORMERS
+
+
 def architecture(spec: Decoder) -> str:
     """The name of vLLM's class, whatever head the checkpoint has.
 
-    Errors: ModelError for a model that vLLM has no class of its own for.
+    Errors: ModelError for a model that vLLM has no class of its own for, and none of `_ON_TRANSFORMERS`.
     """
     if isinstance(spec, ModelSpec):
         return _OWN[spec.family]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(spec.family))
-    if spec.family not in _FAMILIES:
+    if spec.family not in _FAMILIES and not on_transformers(spec):
         raise ModelError(
             f"vLLM has no model class {name} of its own, so it cannot generate with this {spec.family} model in the "
             "process that trains it. Use a model that vLLM has."
