@@ -72,6 +72,7 @@ def data_parallel(
 ) -> int:
     """Data parallel size, a multiple of `replicate`, of a strategy that shards its model by `sizes`; `others` are
     further settings for messages. Errors: PlacementError when the sizes do not fit on `devices` devices."""
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name != "cp"}
     model = math.prod(sizes.values())
     found = dp if dp is not None else max(1, devices // model)
     if model * found == devices:
