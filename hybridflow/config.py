@@ -179,7 +179,10 @@ class Megatron:
     def __post_init__(self) -> None:
         given = self.stage_layers
         good = given is None or (len(given) == self.pp and all(type(n) is int and n >= 1 for n in given))
-        require(good, f"Megatron(stage_layers={given}): give a number of at least 1 for each of pp={self.pp} stages.")
+        require(
+            good,
+            f"Megatron(stage_layers={given}): give one whole number of at least 1 for each of the pp={self.pp} stages.",
+        )
         _check_lora(self)
 
     def grid(self, devices: int) -> RankGrid:

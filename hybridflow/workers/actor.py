@@ -58,7 +58,7 @@ def _check(name: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, devi
     _check_transition(name, settings)
     assert spec.model is not None
     check_teacher(model := spec.model(), settings)
-    good = type(replays := settings["replay_routing"]) is bool
+    good = type(replays := settings.get("replay_routing", False)) is bool
     require(good, f"{name}(replay_routing={replays!r}): give True or False.")
     if replays:
         replay_sizes(model, name)
@@ -120,13 +120,13 @@ _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response
 
 def _log_prob_reads(settings: Settings, call: Settings) -> tuple[str, ...]:
     columns = ("prompt_ids", "response_ids", "temperature?")
-    return (*columns, ROUTING) if settings["replay_routing"] else columns
+    return (*columns, ROUTING) if settings.get("replay_routing", False) else columns
 
 
 def _with_routing(resolve: Callable[[Settings], Settings], settings: Settings) -> Settings:
     """Its own engines say which experts they chose, where updates need it."""
     found = resolve(settings)
-    if not settings["replay_routing"] or settings["generate"] is None:
+    if not settings.get("replay_routing", False) or settings["generate"] is None:
         return found
     return {**found, "generate": replace(settings["generate"], return_routed_experts=True)}
 

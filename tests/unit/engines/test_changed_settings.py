@@ -15,7 +15,7 @@ from hybridflow.engines.shard_optimizer import ShardOptimizer
 
 
 def optimizer(settings: Adam) -> ShardOptimizer:
-    shards: Any = SimpleNamespace(main={"w": torch.zeros(2)}, storage={}, updated=lambda names: None)
+    shards: Any = SimpleNamespace(main={"w": torch.zeros(2)}, storage={}, adapters={}, updated=lambda names: None)
     return ShardOptimizer(settings, shards, (), [frozenset({"w"})])
 
 
