@@ -69,9 +69,10 @@ class SmallModel:
         self.tokenizer().save_pretrained(directory)
 
     def _model(self) -> Any:
-        from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = (Qwen3MoeConfig if self.experts else LlamaConfig)(
+        config = AutoConfig.for_model(
+            "qwen3_moe" if self.experts else "llama",
             vocab_size=len(self.vocabulary),
             hidden_size=self.hidden,
             intermediate_size=2 * self.hidden,
@@ -81,9 +82,7 @@ class SmallModel:
             head_dim=32,
             max_position_embeddings=64,
             initializer_range=0.05,
-            bos_token_id=None,
-            eos_token_id=self.vocabulary[EOS],
-            pad_token_id=self.vocabulary[PAD],
+            **{"bos_token_id": None, "eos_token_id": self.vocabulary[EOS], "pad_token_id": self.vocabulary[PAD]},
             **({"num_experts": self.experts, **_MIXTURE, "moe_intermediate_size": self.hidden} if self.experts else {}),
         )
         return AutoModelForCausalLM.from_config(config)
@@ -94,7 +93,7 @@ class SmallModel:
 
         code, pad, ids, labels = self.vocabulary, torch.nn.utils.rnn.pad_sequence, [], []
         for prompt, answer in pairs:
-            asked, told = [code[c] for c in prompt], [*(code[c] for c in answer), code[EOS]]
-            ids.append(torch.tensor(asked + told))
-            labels.append(torch.tensor([_NO_LABEL] * len(asked) + told))
+            told = [*(code[c] for c in answer), code[EOS]]
+            ids.append(torch.tensor([code[c] for c in prompt] + told))
+            labels.append(torch.tensor([_NO_LABEL] * len(prompt) + told))
         return {"input_ids": pad(ids, True, code[PAD]), "labels": pad(labels, True, _NO_LABEL)}

@@ -49,6 +49,8 @@ class Backend:
         if (made := BACKENDS.get(type(strategy))) is None:
             known = f"it knows {', '.join(kind.__name__ for kind in BACKENDS)}"
             raise ConfigError(f"the planner has no prices for {strategy!r}, {known}. Place this group by hand.")
+        if unknown := [name for name in ("cp", "ep", "etp") if getattr(strategy, name, None) not in (None, 1)]:
+            raise ConfigError(f"the planner has no prices for {unknown[0]}= of {strategy!r}. Place this group by hand.")
         return made(strategy)
 
     @property
