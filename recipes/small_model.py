@@ -71,6 +71,7 @@ class SmallModel:
     def _model(self) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        ends = {"bos_token_id": None, "eos_token_id": self.vocabulary[EOS], "pad_token_id": self.vocabulary[PAD]}
         config = AutoConfig.for_model(
             "qwen3_moe" if self.experts else "llama",
             vocab_size=len(self.vocabulary),
@@ -82,7 +83,7 @@ class SmallModel:
             head_dim=32,
             max_position_embeddings=64,
             initializer_range=0.05,
-            **{"bos_token_id": None, "eos_token_id": self.vocabulary[EOS], "pad_token_id": self.vocabulary[PAD]},
+            **ends,
             **({"num_experts": self.experts, **_MIXTURE, "moe_intermediate_size": self.hidden} if self.experts else {}),
         )
         return AutoModelForCausalLM.from_config(config)
