@@ -26,6 +26,7 @@ from hybridflow.errors import WaitTimeoutError
 F = TypeVar("F")
 _CHILDREN = 16
 _LENGTH, _KEY_BYTES = struct.Struct("!I"), 16
+_GREETING_SECONDS = 30.0
 
 
 class ControlTree:
@@ -59,7 +60,7 @@ class ControlTree:
                 said = _message(parent)
             for child in children:
                 child.sendall(_LENGTH.pack(len(said)) + said)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: the store's
             self.close()
             raise WaitTimeoutError(f"a peer did not take part: {error}") from error
         return pickle.loads(said) if said else None
@@ -75,7 +76,13 @@ class ControlTree:
                 self._add(socket.create_connection((host, port), self._seconds)).sendall(known.encode())
             while len(self._neighbours) < wanted:
                 other = self._add(listener.accept()[0])
-                if not hmac.compare_digest(_receive(other, _KEY_BYTES), key.encode()):
+                other.settimeout(_GREETING_SECONDS)
+                try:
+                    known = hmac.compare_digest(_receive(other, _KEY_BYTES), key.encode())
+                except OSError:  # a stranger, such as a probe of ports
+                    known = False
+                other.settimeout(self._seconds)
+                if not known:
                     self._neighbours.pop().close()
 
     def _add(self, connection: socket.socket) -> socket.socket:

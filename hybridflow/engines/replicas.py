@@ -24,12 +24,13 @@ def check_replicas(context: RankContext, engine: Any) -> None:
     Sharded weights have no second copy and are not compared. Errors: ReplicaError on all ranks, which names the first
     tensor that differs and the ranks that are in the minority (two that differ: both).
     """
-    members = context.grid.group(context.rank, "d")
-
+    members, grid = context.grid.group(context.rank, "d"), context.grid.experts
+    same_experts = grid.group(context.rank, "edp")
+    others = same_experts if same_experts != members else [context.rank]  # that hold the same experts
     mine = dict[Box, int]()
 
     def add() -> None:
-        if len(members) > 1:
+        if len(members) > 1 or len(others) > 1:
             mine.update(checksums(engine.layout(), engine.storage(), context.rank))
             if (adapters := engine.adapters) is not None:
                 mine.update(checksums(adapters.layout, adapters.storage, context.rank))
@@ -38,6 +39,10 @@ def check_replicas(context: RankContext, engine: Any) -> None:
         if len(members) > 1:
             group = context.groups.new("replicas", members, "gloo")
             _raise_differing(context.role, members, gather(mine, group))
+        if len(others) > 1:
+            group = context.groups.new("replicas of experts", others, "gloo")
+            experts = {box: value for box, value in mine.items() if ".experts." in box.tensor}
+            _raise_differing(context.role, others, gather(experts, group))
 
     agree(context, add)  # before its peers wait for a rank that could not
     agree(context, compare)

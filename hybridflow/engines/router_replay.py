@@ -64,6 +64,11 @@ class Replays:
         for at, layer in enumerate(self.layers, self.first):
             layer.forced = None if routing is None else routing[:, at]
 
+    def clear(self) -> None:
+        """What was counted is of passes without gradients."""
+        for layer in self.layers:
+            layer.take()
+
     def metrics(self, batch: Batch, tokens: float) -> list[dict[str, Tensor]]:
         """Of the mini-batch since the last call, which has `tokens` on all replicas: this one's part of
         `actor/routing_difference`, the share of tokens (of this stage's layers) with another expert than the router's

@@ -189,6 +189,8 @@ class PlainLoop:
         failed: Callable[[Exception], None],
     ) -> None:
         self._shards.model.train()
+        if self.replays is not None:
+            self.replays.clear()
         everything, good = self._padded(micro_batches), True
 
         def compute(micro: MicroBatch) -> bool:

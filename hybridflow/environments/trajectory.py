@@ -73,7 +73,9 @@ class Trajectory:
         """One turn: the ids that the model was given, all of them, and what it sampled, at which temperature; the
         experts of these tokens."""
         row = self._row(prompt_ids, temperature)
-        row.finished, row.routed_experts = finished, routed_experts
+        row.finished = finished
+        if routed_experts is not None:  # a turn that ended before its engine computed it has none
+            row.routed_experts = routed_experts
         row._add(token_ids, log_probs, versions, True, self.turns)
         self.turns += 1
 

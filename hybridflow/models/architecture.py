@@ -193,8 +193,8 @@ _OLMO = Norms(
 _GLM = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _KNOWN_NAMES = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    hidden_act hidden_activation max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_theta
-    partial_rotary_factor layer_types sliding_window attention_bias mlp_bias use_cache model_type
+    hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_theta
+    partial_rotary_factor attention_bias mlp_bias use_cache model_type
 """
 _KNOWN = frozenset(_KNOWN_NAMES.split())
 
@@ -232,7 +232,7 @@ def _qwen_moe(c: Any) -> dict[str, Any]:
             names=(*names, "mlp.shared_expert", "mlp.shared_expert_gate"),  # type: ignore[arg-type]
             normalized=bool(c.norm_topk_prob),
             shared_columns=getattr(c, "shared_expert_intermediate_size", 0),
-            shared_gate=hasattr(c, "shared_expert_intermediate_size"),
+            shared_gate=bool(getattr(c, "shared_expert_intermediate_size", 0)),
         )
     }
 
@@ -289,13 +289,13 @@ FAMILIES: Mapping[str, tuple[str, Parts]] = {
     "glm4": ("", lambda c: {"norms": _GLM}),
     "helium": ("", lambda c: {}),
     "granite": ("attention_multiplier embedding_multiplier residual_multiplier logits_scaling", _granite),
-    "smollm3": ("no_rope_layers no_rope_layer_interval use_sliding_window", lambda c: {}),
+    "smollm3": ("pretraining_tp no_rope_layers no_rope_layer_interval use_sliding_window", lambda c: {}),
     "seed_oss": ("attention_out_bias", lambda c: {}),
     "exaone4": ("sliding_window_pattern", lambda c: {"norms": _OLMO}),
     "cwm": ("", lambda c: {}),
     "ernie4_5": ("use_bias", lambda c: {}),
     "qwen2_moe": (_QWEN_MOE_KEYS, _qwen_moe),
-    "qwen3_moe": (_QWEN_MOE_KEYS, _qwen_moe),
+    "qwen3_moe": (f"{_QWEN_MOE_KEYS} use_qk_norm", _qwen_moe),
     "olmoe": (_QWEN_MOE_KEYS, _qwen_moe),
     "mixtral": ("num_local_experts num_experts_per_tok", _mixtral),
     "glm4_moe": (f"{_GLM_MOE_KEYS} use_qk_norm", _glm_moe),
@@ -303,7 +303,6 @@ FAMILIES: Mapping[str, tuple[str, Parts]] = {
 }
 """By model_type: the settings that the family's entry knows beside the common ones, and what is special about it."""
 _INTERLEAVED = frozenset({"glm", "glm4", "helium", "ernie4_5"})
-_WINDOW_OF_ALL = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
 _AUXILIARY_NAMES = """
     output_router_logits router_aux_loss_coef aux_loss_coef seq_aux router_jitter_noise ep_size num_nextn_predict_layers
 """
@@ -346,12 +345,13 @@ def _read(spec: Any) -> Architecture:
 def _check_settings(config: Any, known: frozenset[str], family: str) -> None:
     """Errors: ModelError for a setting that differs from the family's default and is not `known`."""
     default = type(config)().to_dict()
+    known |= default.keys() & {"layer_types", "sliding_window", "hidden_activation"}  # only where the family has them
     unknown = {
         key: value
         for key, value in config.to_dict().items()
         if key not in known | NO_EFFECT | _AUXILIARY and not key.startswith("_") and value != default.get(key)
     }
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    activation = _activation(config)
     if activation not in ("silu", "gelu_pytorch_tanh"):
         unknown["hidden_act"] = activation
     for name in (
@@ -366,6 +366,10 @@ def _check_settings(config: Any, known: frozenset[str], family: str) -> None:
         raise ModelError(f"Megatron does not compute {family} with {asked}. Use FSDP() or ZeRO().")
 
 
+def _activation(config: Any) -> Any:
+    return config.hidden_activation if "hidden_activation" in type(config)().to_dict() else config.hidden_act
+
+
 def _of_tensors(spec: Any, own: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """The parts that the names and shapes of the tensors show."""
     at, config, experts = "model.layers.", hf_config(spec.config), own.get("experts")
@@ -377,7 +381,7 @@ def _of_tensors(spec: Any, own: Mapping[str, Any], head_dim: int) -> dict[str, A
         "gate_up": ("gate_up_proj",) if "mlp.gate_up_proj.weight" in first else ("gate_proj", "up_proj"),
         "qkv_bias": "self_attn.q_proj.bias" in first,
         "qk_norm": "" if norm is None else ("head" if norm == (head_dim,) else "all"),
-        "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
+        "activation": _activation(config),
         "sparse": tuple(router is not None and f"{at}{i}.{router}" in spec.shapes for i in range(spec.layers)),
     }
 
@@ -390,7 +394,7 @@ def _attention(config: Any, layers: int) -> tuple[Attention, ...]:
     switched = getattr(config, "use_sliding_window", True)
     found = []
     for layer, kind in enumerate(kinds):
-        sliding = switched and (kind == "sliding_attention" or (kind is None and family in _WINDOW_OF_ALL))
+        sliding = switched and (kind == "sliding_attention" or kind is None)
         turned = getattr(config, "no_rope_layers", None)
         turns = turned is None or bool(turned[layer])
         if family == "exaone4":  # layers that see everything know no positions, where others have a window

@@ -39,10 +39,10 @@ FUSED_LINEAR: dict[str, tuple[str, ...]] = {
 """Linear layers of transformers' state space mixers whose weights a fused kernel reads."""
 
 _NO_EFFECT_NAMES = """
-    architectures attention_dropout bos_token_id chunk_size_feed_forward dtype embd_pdrop eos_token_id hidden_dropout
-    hidden_dropout_prob id2label initializer_range label2id max_window_layers name_or_path output_attentions
-    output_hidden_states pad_token_id problem_type resid_pdrop return_dict transformers_version use_cache
-    use_sliding_window
+    architectures attention_dropout bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop
+    eos_token_id hidden_dropout hidden_dropout_prob id2label initializer_range label2id max_window_layers
+    name_or_path output_attentions output_hidden_states pad_token_id problem_type resid_pdrop return_dict
+    transformers_version use_cache use_sliding_window
 """
 NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
 """Keys that decide nothing about a forward pass, or whose effect is in `layer_types`."""

@@ -287,3 +287,18 @@ def activation_bytes(world: World, name: str, strategy: Any, path: Path, size: i
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine.forward_backward(share(batch, engine.grid, world.rank), loss, loss.outputs)
     return sum(found.values())
+
+
+def bias_after(world: World, name: str, strategy: Any, path: Path, size: int, target: Path) -> dict[str, Any]:
+    """The router biases of a rank before an update and after it, in float32 main parameters, and what is saved."""
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, momentum=0.9), read_spec(path, "lm"))
+    loss, found = loss_of("lm"), {"before": {n: t.clone() for n, t in engine.storage().items() if n.endswith(".bias")}}
+    for seed in range(UPDATES):
+        rows = share(make_batch(seed=seed), engine.grid, world.rank)
+        engine.forward_backward(rows, loss, loss.outputs)
+        engine.step()
+    found["after"] = {n: engine.storage()[n].clone() for n in found["before"]}
+    found["owned"] = [region.box.tensor for region in engine.optimizer_layout().regions(world.rank)]
+    layout, exact = engine.exact_weights()
+    save_checkpoint(target, layout, exact, like=path, group=engine.context.groups.everyone(), rank=world.rank)
+    return found

@@ -146,3 +146,22 @@ def test_tokens_go_to_the_experts_of_the_batch(processes, oracle, name, way):
     differing = {part["metrics"]["actor/routing_difference"] for part in found if part["metrics"]}
     assert len(differing) == 1
     assert 0.3 < differing.pop() < 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_router_adds_to_scores_stays_and_is_saved(processes, oracle, tmp_path, dtype):
+    """It is state of the model like any other, float32 where the model has 16 bits."""
+    path, strategy = oracle("glm4_moe")[0], Megatron(tp=2, ep=2, dtype=dtype)
+    found = processes.run(2, tasks.bias_after, processes.name(), strategy, path, 2, tmp_path / "saved")
+    names = [name for name in read_spec(path, "lm").tensors() if name.endswith("correction_bias")]
+    want = tasks.tensors(path, names)
+    assert len(names) == 2
+    assert all(tensor.any() for tensor in want.values())
+    for part in found:
+        assert len(part["before"]) == 2
+        for name, tensor in part["before"].items():
+            assert tensor.dtype == torch.float32
+            assert part["after"][name].equal(tensor)
+    assert {*names} <= {name for part in found for name in part["owned"]}
+    saved = tasks.tensors(tmp_path / "saved", names)
+    assert all(saved[name].float().equal(tensor) for name, tensor in want.items())

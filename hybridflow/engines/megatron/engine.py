@@ -33,7 +33,6 @@ from hybridflow.engines.megatron.adapter_layout import adapter_units
 from hybridflow.engines.megatron.experts import Router
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
-    CONSTANT,
     EMBEDDING,
     OUTPUT,
     check,
@@ -180,10 +179,6 @@ class MegatronShards(FlatShards):
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__(context, model, of_stage, groups.dp, expert_group=groups.expt_dp)
-        self.storage: Mapping[str, Tensor] = {
-            **self.storage,
-            **{n: b for n, b in model.named_buffers() if n.endswith(CONSTANT)},
-        }
         self.module, self.config, self.ddp_config = model, model.config, DistributedDataParallelConfig()
         self._collection, self._first = groups, context.coords.t == 0
         self._named: dict[str, Any] = dict(model.named_parameters())
@@ -285,6 +280,8 @@ class PipelineLoop:
         failed: Callable[[Exception], None],
     ) -> None:
         self.model.train()
+        if self.replays is not None:
+            self.replays.clear()
         micro_batches = self._padded(micro_batches)
         mine = self._pass(micro_batches, loss, failed, trains=True)
         if self.turn is not None:
@@ -314,10 +311,11 @@ class PipelineLoop:
         return StagePass(*args, self.lockstep, self._replay)
 
     def _all_failed(self) -> bool:
-        """Whether the tensor parallel ranks of this stage have all failed in this pass, as for an error in their data;
-        if not, the others are in a collective that this rank cannot continue."""
-        at, groups, size = self._context.coords, self._context.groups, self._context.grid.t
-        key = f"{groups.name}/failed/{self._passes}/{at.p}-{at.d}"
+        """Whether the ranks of this stage that compute the same rows have all failed in this pass, as for an error in
+        their data; if not, the others are in a collective that this rank cannot continue."""
+        at, groups = self._context.coords, self._context.groups
+        cp = 1 if (shared := self._tokens.context) is None else shared.size
+        size, key = self._context.grid.t * cp, f"{groups.name}/failed/{self._passes}/{at.p}-{at.d // cp}"
         end, found = time.monotonic() + FAIL_SECONDS, groups.store.add(key, 1)
         while found < size and time.monotonic() < end:
             time.sleep(0.02)

@@ -71,7 +71,7 @@ class _Replicated(nn.Module):
 
 
 class Router(_Replicated):
-    """The experts of each token and their weights; `bias` [E] float32 is constant.
+    """The experts of each token and their weights; `bias` [E] float32 never has a gradient.
 
     `replay` has the experts that tokens are sent to, whatever their scores: only their weights follow these."""
 
@@ -79,7 +79,7 @@ class Router(_Replicated):
         super().__init__(config, experts.count)
         self.parts, self.replay = experts, RouterReplay()
         if experts.bias:
-            self.register_buffer("bias", torch.zeros(experts.count, device=device_of(config)))
+            self.bias = nn.Parameter(torch.zeros(experts.count, device=device_of(config)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """[T, H] -> weights [T, k] in the dtype of x, experts [T, k] int64."""
@@ -94,7 +94,7 @@ class Router(_Replicated):
     def _chosen(self, scores_TE: Tensor) -> Tensor:
         parts = self.parts
         if parts.bias:
-            scores_TE = scores_TE + self.bias  # type: ignore[operator]
+            scores_TE = scores_TE + self.bias.detach()
         if parts.groups > 1:
             grouped = scores_TE.unflatten(-1, (parts.groups, -1))
             best = grouped.topk(2, -1).values.sum(-1).topk(parts.chosen_groups, -1).indices

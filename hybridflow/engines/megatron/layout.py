@@ -48,6 +48,10 @@ def check(strategy: Megatron, spec: Decoder, grid: RankGrid, role: str = "the mo
             f"{role} has a grid of its own with ep={grid.ep}, etp={grid.etp}, {strategy} asks for ep={strategy.ep}, "
             f"etp={strategy.etp}. Give both the same, or leave grid= out."
         )
+    if grid.d % strategy.cp:
+        raise PlacementError(
+            f"{role} has a grid of its own with d={grid.d}, which does not divide by cp={strategy.cp}."
+        )
     found = architecture(spec)
     found.check_parallel(grid.p, grid.t, role, strategy.stage_layers)
     found.check_experts(grid.experts.ep, grid.experts.etp, role)
@@ -286,17 +290,18 @@ def units(spec: Decoder, grid: RankGrid, rank: int, stage_layers: Sequence[int] 
     vocabulary = (padded_vocab(spec.vocab, grid.t) // grid.t, spec.hidden)
     own_output = spec.head == "value" or not spec.tied
     behind = int(own_output)  # the part of the final norm: it is too small for one, without an output layer of its own
-    fused, experts, rest = ([dict[str, tuple[int, ...]]() for _ in here] for _ in range(3))
+    fused, experts, rest, bias = ([dict[str, tuple[int, ...]]() for _ in here] for _ in range(4))
     for region in _Stage(spec, grid, rank, here).regions():
-        if (found := _LAYER.match(region.storage)) is not None and not region.storage.endswith(CONSTANT):
-            shapes = (fused if found[2] else experts if found[3] else rest)[int(found[1])]
+        if (found := _LAYER.match(region.storage)) is not None:
+            kind = bias if region.storage.endswith(CONSTANT) else fused if found[2] else experts if found[3] else rest
+            shapes = kind[int(found[1])]
             end = tuple(map(add, region.offset, region.box.shape))
             shapes[region.storage] = tuple(map(max, end, shapes.get(region.storage, end)))
     out = [Unit({EMBEDDING: vocabulary}, part=0)] if first else []
-    for part, layer in enumerate(zip(fused, rest, experts, strict=True), start=behind + 1):
-        out += [Unit(shapes, part=part) for shapes in layer[:2]]
-        if layer[2]:
-            out.append(Unit(layer[2], _stacked(layer[2]), part, experts=True))
+    for part, layer in enumerate(zip(fused, rest, bias, experts, strict=True), start=behind + 1):
+        out += [Unit(shapes, part=part) for shapes in layer[:3] if shapes]  # a bias is float32, whatever the others are
+        if layer[3]:
+            out.append(Unit(layer[3], _stacked(layer[3]), part, experts=True))
     if last:
         out.append(Unit({"decoder.final_layernorm.weight": (spec.hidden,)}, part=behind))
     if last and not (first and not own_output):
