@@ -38,8 +38,8 @@ def _fit_devices(cfg: Any) -> None:
     for options in cfg.values():
         train = options.get("train") if isinstance(options, type(cfg)) else None
         if train is not None and train.get("tp", 1) is None:
-            others = train.get("pp", 1) * train.get("cp", 1)
-            train.tp = 1 if any(devices % (_MOST * others) for devices in cfg[pools[0]]) else _MOST
+            share = _MOST * train.get("cp", 1)
+            train.tp = 1 if any(devices % share for devices in cfg[pools[0]]) else _MOST
 
 
 def _fit_responses(cfg: Any) -> None:
