@@ -63,7 +63,11 @@ class Experts:
     groups: int = 1
     chosen_groups: int = 1
     shared_columns: int = 0
-    shared_gate: bool = False
+
+    @property
+    def shared_gate(self) -> bool:
+        """Whether the shared expert's output is weighted."""
+        return bool(self.shared_columns and self.names[5])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,17 +226,18 @@ def _granite(c: Any) -> dict[str, Any]:
     }
 
 
+_EXPERTS = ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+
+
 def _qwen_moe(c: Any) -> dict[str, Any]:
-    names = ("mlp.gate", *(f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")))
     return {
         "experts": Experts(
             count=c.num_experts,
             chosen=c.num_experts_per_tok,
             columns=getattr(c, "moe_intermediate_size", None) or c.intermediate_size,
-            names=(*names, "mlp.shared_expert", "mlp.shared_expert_gate"),  # type: ignore[arg-type]
+            names=(*_EXPERTS, "mlp.shared_expert", "mlp.shared_expert_gate"),
             normalized=bool(c.norm_topk_prob),
             shared_columns=getattr(c, "shared_expert_intermediate_size", 0),
-            shared_gate=bool(getattr(c, "shared_expert_intermediate_size", 0)),
         )
     }
 
@@ -245,13 +250,12 @@ def _mixtral(c: Any) -> dict[str, Any]:
 
 
 def _glm_moe(c: Any) -> dict[str, Any]:
-    names = ("mlp.gate", *(f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")))
     return {
         "experts": Experts(
             count=c.n_routed_experts,
             chosen=c.num_experts_per_tok,
             columns=c.moe_intermediate_size,
-            names=(*names, "mlp.shared_experts", ""),  # type: ignore[arg-type]
+            names=(*_EXPERTS, "mlp.shared_experts", ""),
             score="sigmoid",
             normalized=bool(c.norm_topk_prob),
             scale=c.routed_scaling_factor,

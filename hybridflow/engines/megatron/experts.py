@@ -147,7 +147,7 @@ class ExpertShare(nn.Module):
         arrived = counts[:, :, at].transpose(0, 1)  # at etp, from ep, expert
         held = arrived.sum((1, 2)).tolist()
         if etp > 1:
-            received = _Gather.apply(received, held, self.etp)
+            received = _Held.apply(received, held, self.etp, True)
         of_row = torch.arange(self.local).repeat(etp * ep).repeat_interleave(arrived.flatten())
         order = of_row.argsort(stable=True)
         order, place = (x.to(sent_CH.device, non_blocking=True) for x in (order, order.argsort()))
@@ -155,7 +155,7 @@ class ExpertShare(nn.Module):
         out: Any = self._compute(_Reorder.apply(received, order, place), totals)
         out = _Reorder.apply(out, place, order)
         if etp > 1:
-            out = _Scatter.apply(out, held, self.etp)
+            out = _Held.apply(out, held, self.etp, False)
         if ep > 1:
             out = _Exchange.apply(out, sizes[:, at].tolist(), sizes[at].tolist(), self.ep)
         return out
@@ -230,30 +230,19 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.Proce
     return out
 
 
-class _Gather(torch.autograd.Function):
-    """The rows of all ranks of the group, of which rank i has `held[i]`."""
+class _Held(torch.autograd.Function):
+    """With `gathers` the rows of all ranks of the group, of which rank i has `held[i]`; else the sum over the ranks, of
+    which this one keeps its rows. Each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx, x, held, group):
-        ctx.held, ctx.group = held, group
-        return _gather(x, held, group)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        return _scatter(d, ctx.held, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """The sum over the ranks of the group, of which this one keeps its `held` rows."""
-
-    @staticmethod
-    def forward(ctx, x, held, group):
-        ctx.held, ctx.group = held, group
-        return _scatter(x, held, group)
+    def forward(ctx, x, held, group, gathers):
+        ctx.given = held, group, gathers
+        return (_gather if gathers else _scatter)(x, held, group)
 
     @staticmethod
     def backward(ctx, d):  # type: ignore[override]
-        return _gather(d, ctx.held, ctx.group), None, None
+        held, group, gathers = ctx.given
+        return (_scatter if gathers else _gather)(d, held, group), None, None, None
 
 
 def _gather(x: Tensor, held: Sequence[int], group: dist.ProcessGroup) -> Tensor:
