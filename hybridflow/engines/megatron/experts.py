@@ -147,7 +147,7 @@ class ExpertShare(nn.Module):
         arrived = counts[:, :, at].transpose(0, 1)  # at etp, from ep, expert
         held = arrived.sum((1, 2)).tolist()
         if etp > 1:
-            received = _Held.apply(received, held, self.etp, True)
+            received = _OfAllRanks.apply(received, held, self.etp, True)
         of_row = torch.arange(self.local).repeat(etp * ep).repeat_interleave(arrived.flatten())
         order = of_row.argsort(stable=True)
         order, place = (x.to(sent_CH.device, non_blocking=True) for x in (order, order.argsort()))
@@ -155,7 +155,7 @@ class ExpertShare(nn.Module):
         out: Any = self._compute(_Reorder.apply(received, order, place), totals)
         out = _Reorder.apply(out, place, order)
         if etp > 1:
-            out = _Held.apply(out, held, self.etp, False)
+            out = _OfAllRanks.apply(out, held, self.etp, False)
         if ep > 1:
             out = _Exchange.apply(out, sizes[:, at].tolist(), sizes[at].tolist(), self.ep)
         return out
@@ -230,7 +230,7 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.Proce
     return out
 
 
-class _Held(torch.autograd.Function):
+class _OfAllRanks(torch.autograd.Function):
     """With `gathers` the rows of all ranks of the group, of which rank i has `held[i]`; else the sum over the ranks, of
     which this one keeps its rows. Each is the other's gradient."""
 
