@@ -37,10 +37,10 @@ def packed_attention(
     """softmax(q k^T * scale) v within each sequence, causal; [S, N, D] in the dtype of the inputs, differentiable.
 
     `window`: each position sees itself and the `window - 1` before it. `scale` defaults to 1 / sqrt(D). With `softcap`
-    logits x are softcap * tanh(x / softcap), as Gemma 2 has them. On CUDA in 16 bits one call of the flash kernel for
-    sequences of varying length; else one call of scaled dot-product attention for each run of neighbours of equal
-    length (flash has no float32, no soft cap and no values of another size than D, which give [S, N, their size] here,
-    and torch's kernels for it no CPU path).
+    logits x are softcap * tanh(x / softcap), as Gemma 2 has them. Values may be narrower than D, and so is then the
+    result. On CUDA in 16 bits one call of the flash kernel for sequences of varying length, narrower values filled up
+    with zeros; else one call of scaled dot-product attention for each run of neighbours of equal length (flash has no
+    float32 and no soft cap, and torch's kernels for it no CPU path).
     """
     if (share := sequences.share) is not None:  # context parallelism: all tokens of a part of the heads
         q_SND, k_SKD, v_SKD = (share.heads(x) for x in (q_SND, k_SKD, v_SKD))
@@ -48,8 +48,10 @@ def packed_attention(
     if window is not None and window >= sequences.longest:
         window = None
     if softcap is None and _has_flash(q_SND.device, q_SND.dtype, q_SND.shape[-1], v_SKD.shape[-1]):
-        longest, offsets = sequences.longest, sequences.offsets
-        return varlen_attn(  # type: ignore[return-value]  (log-sum-exp too, when it is asked for)
+        longest, offsets, width = sequences.longest, sequences.offsets, v_SKD.shape[-1]
+        if width < q_SND.shape[-1]:
+            v_SKD = F.pad(v_SKD, (0, q_SND.shape[-1] - width))
+        out_SND: Any = varlen_attn(  # log-sum-exp too, when it is asked for
             q_SND,
             k_SKD,
             v_SKD,
@@ -61,6 +63,7 @@ def packed_attention(
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q_SND.shape[1] != k_SKD.shape[1],
         )
+        return out_SND[..., :width]
     sizes = [count * length for count, length in sequences.runs]
     parts = zip(sequences.runs, q_SND.split(sizes), k_SKD.split(sizes), v_SKD.split(sizes), strict=True)
     out = []
@@ -119,8 +122,8 @@ def _window_mask(length: int, window: int | None, device: torch.device, always: 
 
 @lru_cache(maxsize=16)
 def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether the flash kernel takes these; it is for Ampere and later, and for values as wide as keys."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim != value_dim:
+    """Whether the flash kernel takes these; it is for Ampere and later, and for values that are not wider than keys."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim < value_dim:
         return False
     return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -46,10 +46,10 @@ class Experts:
     """A mixture of `count` experts with `columns` each, of which every token goes to `chosen`.
 
     Scores are the softmax or the sigmoid of a linear router. With `bias` a constant is added to them where experts are
-    chosen, not where their outputs are weighted; of `groups` of experts the `chosen_groups` whose two best scores have
-    the largest sums are looked at. `normalized` weights sum to one, before they are multiplied by `scale`. `names` are
-    those of the router, the experts' matrices (gate, up, down, with the expert's number as {}), the shared expert and
-    its gate.
+    chosen, not where their outputs are weighted; of `groups` of experts the `chosen_groups` whose `group_best` best
+    scores have the largest sums are looked at. `normalized` weights sum to one, before they are multiplied by `scale`.
+    `names` are those of the router, the experts' matrices (gate, up, down, with the expert's number as {}), the shared
+    expert and its gate.
     """
 
     count: int
@@ -62,12 +62,30 @@ class Experts:
     bias: str = ""
     groups: int = 1
     chosen_groups: int = 1
+    group_best: int = 2
     shared_columns: int = 0
 
     @property
     def shared_gate(self) -> bool:
         """Whether the shared expert's output is weighted."""
         return bool(self.shared_columns and self.names[5])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention with keys and values from one small vector per token (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
+
+    A head's queries and keys have `plain` dimensions and `turned` ones, which rotate and whose keys all heads share;
+    values have `values`. Keys and values come from `rank` numbers per token, queries from `query_rank` (0: from the
+    hidden state), both normalised with `norm_eps`.
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    turned: int
+    values: int
+    norm_eps: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +136,7 @@ class Architecture:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     experts: Experts | None = None
+    latent: Latent | None = None
 
     def check_parallel(
         self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
@@ -267,6 +286,31 @@ def _glm_moe(c: Any) -> dict[str, Any]:
     }
 
 
+def _latent(c: Any) -> dict[str, Any]:
+    module = importlib.import_module(type(c).__module__.replace("configuration_", "modeling_"))
+    head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
+    return {
+        "head_dim": head_dim,
+        "scale": module.yarn_apply_mscale(c.rope_parameters, head_dim**-0.5),
+        "latent": Latent(
+            rank=c.kv_lora_rank,
+            query_rank=c.q_lora_rank or 0,
+            plain=c.qk_nope_head_dim,
+            turned=c.qk_rope_head_dim,
+            values=c.v_head_dim,
+            norm_eps=1e-6,  # transformers' own, whatever the config's is
+        ),
+    }
+
+
+def _deepseek2(c: Any) -> dict[str, Any]:
+    """Weights are not normalised, whatever the config says, and a group is as good as its best expert."""
+    limited = c.topk_method == "group_limited_greedy"
+    groups = {"groups": c.n_group, "chosen_groups": c.topk_group, "group_best": 1} if limited else {}
+    own = {"score": "softmax", "bias": "", "normalized": False, "groups": 1, "chosen_groups": 1, **groups}
+    return {**_latent(c), "experts": replace(_glm_moe(c)["experts"], **own)}
+
+
 _QWEN_MOE_KEYS = """
     num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     shared_expert_intermediate_size qkv_bias use_sliding_window max_window_layers num_local_experts
@@ -275,6 +319,8 @@ _GLM_MOE_KEYS = """
     n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob routed_scaling_factor
     n_group topk_group n_shared_experts first_k_dense_replace num_experts
 """
+_LATENT_KEYS = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave"
+_DEEPSEEK_KEYS = f"{_LATENT_KEYS} {_GLM_MOE_KEYS} pretraining_tp"
 _GEMMA2_KEYS = "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window_pattern"
 Parts = Callable[[Any], dict[str, Any]]
 FAMILIES: Mapping[str, tuple[str, Parts]] = {
@@ -304,9 +350,14 @@ FAMILIES: Mapping[str, tuple[str, Parts]] = {
     "mixtral": ("num_local_experts num_experts_per_tok", _mixtral),
     "glm4_moe": (f"{_GLM_MOE_KEYS} use_qk_norm", _glm_moe),
     "solar_open": (_GLM_MOE_KEYS, _glm_moe),
+    "deepseek_v2": (f"{_DEEPSEEK_KEYS} topk_method scoring_func", _deepseek2),
+    "deepseek_v3": (f"{_DEEPSEEK_KEYS} topk_method scoring_func", lambda c: {**_latent(c), **_glm_moe(c)}),
+    "glm4_moe_lite": (f"{_DEEPSEEK_KEYS} mlp_layer_types", lambda c: {**_latent(c), **_glm_moe(c)}),
+    "youtu": (f"{_LATENT_KEYS} pretraining_tp embedding_initializer_range", _latent),
 }
 """By model_type: the settings that the family's entry knows beside the common ones, and what is special about it."""
-_INTERLEAVED = frozenset({"glm", "glm4", "helium", "ernie4_5"})
+_INTERLEAVED = frozenset({"glm", "glm4", "helium", "ernie4_5", "deepseek_v2"})
+"""Of families whose configs do not say it (`rope_interleave`)."""
 _AUXILIARY_NAMES = """
     output_router_logits router_aux_loss_coef aux_loss_coef seq_aux router_jitter_noise ep_size num_nextn_predict_layers
 """
@@ -323,10 +374,10 @@ def _read(spec: Any) -> Architecture:
         )
     keys, parts = FAMILIES[family]
     _check_settings(config, _KNOWN | frozenset(keys.split()), family)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if spec.layer_list != "model.layers":
         raise ModelError(f"the layers of this {family} model are {spec.layer_list}: Megatron looks for model.layers.")
-    own = parts(config)
+    own = {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
+    own |= parts(config)
     return Architecture(
         family=family,
         head=spec.head,
@@ -335,13 +386,12 @@ def _read(spec: Any) -> Architecture:
         layers=spec.layers,
         heads=spec.heads,
         kv_heads=spec.kv_heads,
-        head_dim=head_dim,
         vocab=spec.vocab,
         context=spec.context,
         tied=spec.tied,
         norm_eps=config.rms_norm_eps,
         attention=_attention(config, spec.layers),
-        **_of_tensors(spec, own, head_dim),
+        **_of_tensors(spec, own),
         **own,
     )
 
@@ -374,7 +424,7 @@ def _activation(config: Any) -> Any:
     return config.hidden_activation if "hidden_activation" in type(config)().to_dict() else config.hidden_act
 
 
-def _of_tensors(spec: Any, own: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+def _of_tensors(spec: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """The parts that the names and shapes of the tensors show."""
     at, config, experts = "model.layers.", hf_config(spec.config), own.get("experts")
     first = {name.removeprefix(f"{at}0."): shape for name, shape in spec.shapes.items() if name.startswith(f"{at}0.")}
@@ -384,7 +434,7 @@ def _of_tensors(spec: Any, own: Mapping[str, Any], head_dim: int) -> dict[str, A
         "qkv": ("qkv_proj",) if "self_attn.qkv_proj.weight" in first else ("q_proj", "k_proj", "v_proj"),
         "gate_up": ("gate_up_proj",) if "mlp.gate_up_proj.weight" in first else ("gate_proj", "up_proj"),
         "qkv_bias": "self_attn.q_proj.bias" in first,
-        "qk_norm": "" if norm is None else ("head" if norm == (head_dim,) else "all"),
+        "qk_norm": "" if norm is None else ("head" if norm == (own["head_dim"],) else "all"),
         "activation": _activation(config),
         "sparse": tuple(router is not None and f"{at}{i}.{router}" in spec.shapes for i in range(spec.layers)),
     }
@@ -424,4 +474,5 @@ def _rotation(config: Any, kind: str | None) -> Rotation:
     else:
         compute = ROPE_INIT_FUNCTIONS[name]
     inverse, scale = compute(config, **({"layer_type": kind} if by_kind else {}))
-    return Rotation(inverse=tuple(inverse.tolist()), scale=float(scale), interleaved=family in _INTERLEAVED)
+    interleaved = bool(getattr(config, "rope_interleave", family in _INTERLEAVED))
+    return Rotation(inverse=tuple(inverse.tolist()), scale=float(scale), interleaved=interleaved)

@@ -48,6 +48,16 @@ _OF_GLM = {
     "topk_group": 1,
     "n_shared_experts": 1,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "head_dim": 4,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MEGATRON: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma"},
     "gemma2-more": {**FAMILIES["gemma2"], "query_pre_attn_scalar": 11},
@@ -77,12 +87,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "ernie4_5": {"model_type": "ernie4_5"},
     "llama-yarn": {
         "model_type": "llama",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 100.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        "rope_parameters": _YARN,
     },
     "qwen2-windows": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5},
     "qwen2_moe": {"model_type": "qwen2_moe", **_OF_QWEN, "shared_expert_intermediate_size": 32},
@@ -91,6 +96,24 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "mixtral-6": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
     "glm4_moe": {"model_type": "glm4_moe", **_OF_GLM, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
     "solar_open": {"model_type": "solar_open", **_OF_GLM},
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        **_OF_GLM,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        **_OF_GLM,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_LATENT, **_OF_GLM, "rope_interleave": False},
+    "youtu": {"model_type": "youtu", **_LATENT, "num_key_value_heads": 4},
 }
 """On Megatron, beside the four families of ModelSpec."""
 OTHERS: dict[str, dict[str, Any]] = {
@@ -235,9 +258,12 @@ class _Forced:
     def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
         logits, weights, own = out
         scores, chosen = logits.float().softmax(-1), own.clone()
+        if hasattr(module, "e_score_correction_bias"):
+            scores = logits.float().sigmoid()
         chosen[: len(self.experts)] = self.experts
         weights = scores.gather(-1, chosen)
-        return logits, weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen
+        weights = weights / weights.sum(-1, keepdim=True) if self.normalized else weights
+        return logits, weights * getattr(module, "routed_scaling_factor", 1.0), chosen
 
 
 def replayed(path: Path, batch: Batch) -> dict[str, Any]:

@@ -17,7 +17,10 @@ from tests.contracts.any_model_tasks import MEGATRON, expected, make
 from tests.contracts.example_models import make_batch, relative
 from tests.contracts.train_contract import joined, whole
 
-EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral-6", "glm4_moe", "solar_open")
+EXPERTS = (
+    *("qwen2_moe", "qwen3_moe", "olmoe", "mixtral-6", "glm4_moe", "solar_open"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+)
 GRIDS = {"1": Megatron(), "t2": Megatron(tp=2, sequence_parallel=True), "p2-d2": Megatron(pp=2, dp=2)}
 OF_EXPERTS = {
     "1": Megatron(),
@@ -85,6 +88,7 @@ SHARED = [
     ("qwen2-windows", Megatron(cp=2, tp=2)),
     ("mixtral-6", Megatron(cp=2, ep=2)),
     ("qwen3_moe", Megatron(cp=2, tp=2, ep=2)),
+    ("deepseek_v3", Megatron(cp=2, tp=2, ep=2)),
     ("gemma2-more", FSDP(cp=2)),
     ("phi3-window", FSDP(cp=2, dp=2, recompute=True)),
     ("olmo2-again", FSDP(cp=4)),
@@ -122,8 +126,14 @@ REPLAYS = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral-6"])
-@pytest.mark.parametrize("way", REPLAYS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in ("qwen3_moe", "qwen2_moe", "mixtral-6") for way in REPLAYS),
+        *(("deepseek_v2", "fsdp-2"), ("deepseek_v2", "t2-ep2-recompute"), ("deepseek_v3", "t2-ep2-recompute")),
+        *(("deepseek_v3", "padded"), ("deepseek_v3", "cp2-ep2")),
+    ],
+)
 def test_tokens_go_to_the_experts_of_the_batch(processes, oracle, name, way):
     (path, plain), strategy = oracle(name), REPLAYS[way]
     spec = read_spec(path, "lm")

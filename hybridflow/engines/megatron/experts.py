@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor, nn
 
-from hybridflow.engines.megatron.layers import device_of
+from hybridflow.engines.megatron.layers import Replicated, device_of
 from hybridflow.engines.router_replay import RouterReplay, weights
 from hybridflow.models.architecture import Experts
 
@@ -46,7 +46,7 @@ class MixtureOfExperts(nn.Module):
             own.ffn_hidden_size = experts.shared_columns
             self.shared = MLP(own, shared, ffn_hidden_size=experts.shared_columns, tp_group=groups.tp)
         if experts.shared_gate:
-            self.shared_gate = _Replicated(config, 1)
+            self.shared_gate = Replicated(config, config.hidden_size, 1)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         rows_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -57,26 +57,13 @@ class MixtureOfExperts(nn.Module):
         return out, None
 
 
-class _Replicated(nn.Module):
-    """x @ weight.T, the weight equal on all tensor parallel ranks, which may have different tokens."""
-
-    def __init__(self, config: TransformerConfig, rows: int) -> None:
-        super().__init__()
-        dtype = config.params_dtype
-        self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=dtype, device=device_of(config)))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  (read by Megatron)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-class Router(_Replicated):
+class Router(Replicated):
     """The experts of each token and their weights; `bias` [E] float32 never has a gradient.
 
     `replay` has the experts that tokens are sent to, whatever their scores: only their weights follow these."""
 
     def __init__(self, config: TransformerConfig, experts: Experts) -> None:
-        super().__init__(config, experts.count)
+        super().__init__(config, config.hidden_size, experts.count)
         self.parts, self.replay = experts, RouterReplay()
         if experts.bias:
             self.bias = nn.Parameter(torch.zeros(experts.count, device=device_of(config)))
@@ -97,7 +84,7 @@ class Router(_Replicated):
             scores_TE = scores_TE + self.bias.detach()
         if parts.groups > 1:
             grouped = scores_TE.unflatten(-1, (parts.groups, -1))
-            best = grouped.topk(2, -1).values.sum(-1).topk(parts.chosen_groups, -1).indices
+            best = grouped.topk(parts.group_best, -1).values.sum(-1).topk(parts.chosen_groups, -1).indices
             left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, value=False)
             scores_TE = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
         return scores_TE.topk(parts.chosen, -1).indices

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from hybridflow.batch.pinned import to_device
@@ -131,6 +132,19 @@ class LayerOutput(RowParallelLinear):
         out, bias = super().forward(input_)
         out = out if self.post_layernorm is None else self.post_layernorm(out)
         return out if self.scale == 1.0 else out * self.scale, bias
+
+
+class Replicated(nn.Module):
+    """x @ weight.T, the weight equal on all tensor parallel ranks, which may have different tokens."""
+
+    def __init__(self, config, columns: int, rows: int) -> None:
+        super().__init__()
+        dtype = config.params_dtype
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device_of(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  (read by Megatron)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 def gated(activation: Activation) -> type[nn.Module]:
@@ -284,8 +298,17 @@ class Rotary:
 
     def __init__(self, rotation: Rotation) -> None:
         self.inverse_E, self.scale = torch.tensor(rotation.inverse), rotation.scale
+        self.interleaved = rotation.interleaved
         self.table = lru_cache(maxsize=16)(self._table)
         self.packed = lru_cache(maxsize=4)(self._packed)  # all layers ask for the same row, one after the other
+
+    def of(self, sequences: Sequences | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, 1, 1, E] for x [S, B, N, D], of a packed row or of padded ones."""
+        if sequences is not None:
+            cos, sin = self.packed(sequences, x.dtype)
+            return cos[:, None], sin[:, None]
+        cos, sin = self.table(x.shape[0], x.device, x.dtype)
+        return cos[:, None, None], sin[:, None, None]
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         (inverse_E,) = to_device([self.inverse_E], device)
@@ -341,7 +364,6 @@ class CoreAttention(nn.Module):
     def __init__(self, arch: Architecture, layer: Attention, rotary: Rotary | None, **_) -> None:
         super().__init__()
         self.rotary, self.sliding_window = rotary, layer.window
-        self.interleaved = layer.rotation is not None and layer.rotation.interleaved
         self.scale, self.softcap = arch.scale, arch.softcap
 
     def forward(
@@ -353,22 +375,23 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedRow | None = None,
         **_,
     ) -> Tensor:
-        """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]; of a packed row all without B."""
+        """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]; of a packed row all without B. Values may
+        have another size D, which is then the result's."""
         if packed_seq_params is not None and packed_seq_params.sequences is not None:
             return self._packed(query, key, value, packed_seq_params.sequences)
-        length, rows, heads, head_dim = query.shape
+        length, rows = query.shape[:2]
         q_BNSD, k_BKSD = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3)
         if self.rotary is not None:
             cos_SE, sin_SE = self.rotary.table(length, query.device, query.dtype)
-            q_BNSD, k_BKSD = (_Rotate.apply(x, cos_SE, sin_SE, self.interleaved) for x in (q_BNSD, k_BKSD))
+            q_BNSD, k_BKSD = (_Rotate.apply(x, cos_SE, sin_SE, self.rotary.interleaved) for x in (q_BNSD, k_BKSD))
         v_BKSD = value.permute(1, 2, 0, 3)
         out_BNSD = causal_attention(q_BNSD, k_BKSD, v_BKSD, self.sliding_window, self.scale, self.softcap)  # type: ignore[arg-type]
-        return out_BNSD.permute(2, 0, 1, 3).reshape(length, rows, heads * head_dim)
+        return out_BNSD.permute(2, 0, 1, 3).reshape(length, rows, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         if self.rotary is not None:
             cos_S1E, sin_S1E = self.rotary.packed(sequences, query.dtype)
-            query, key = (_Rotate.apply(x, cos_S1E, sin_S1E, self.interleaved) for x in (query, key))  # type: ignore[assignment]
+            query, key = (_Rotate.apply(x, cos_S1E, sin_S1E, self.rotary.interleaved) for x in (query, key))  # type: ignore[assignment]
         window, scale, softcap = self.sliding_window, self.scale, self.softcap
         return packed_attention(query, key, value, sequences, window, scale, softcap).flatten(1)
 
@@ -392,3 +415,66 @@ class SharedHeadAttention(SelfAttention):
         query, key, value = heads.split([heads.shape[2] - 2, 1, 1], dim=2)
         query = query.chunk(sharing, dim=2)[rank % sharing]
         return attention.q_layernorm(query), attention.k_layernorm(key), value
+
+
+class LatentAttention(nn.Module):
+    """Attention of `arch.latent` in the place of Megatron's SelfAttention: what is small is whole on every tensor
+    parallel rank, what has heads is cut by heads. `core` makes the core attention, `output` what ends it."""
+
+    def __init__(self, config, arch: Architecture, rotary: Rotary, core: Any, output: Any, pg_collection, **_) -> None:
+        super().__init__()
+        assert arch.latent is not None
+        self.parts, self.group, self.rotary = arch.latent, pg_collection.tp, rotary
+        self.heads, self.sequence_parallel = arch.heads // self.group.size(), config.sequence_parallel
+        parts, heads = self.parts, arch.heads
+        settings: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "skip_bias_add": True,
+            "tp_group": self.group,
+        }
+
+        def up(columns: int, size: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(columns, heads * size, gather_output=False, **settings)
+
+        if parts.query_rank:
+            self.linear_q_down = Replicated(config, arch.hidden, parts.query_rank)
+            self.q_layernorm = RMSNorm(config, parts.query_rank, parts.norm_eps)
+        self.linear_q_up = up(parts.query_rank or arch.hidden, parts.plain + parts.turned)
+        self.linear_kv_down = Replicated(config, arch.hidden, parts.rank + parts.turned)
+        self.kv_layernorm = RMSNorm(config, parts.rank, parts.norm_eps)
+        self.linear_kv_up = up(parts.rank, parts.plain + parts.values)
+        self.core_attention = core()
+        self.linear_proj = build_module(
+            output, heads * parts.values, arch.hidden, input_is_parallel=True, is_expert=False, **settings
+        )
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, B, H] -> [S, B, H], no bias."""
+        parts, sequences = self.parts, None if packed_seq_params is None else packed_seq_params.sequences
+        queries = hidden_states
+        if parts.query_rank:
+            queries = self.q_layernorm(self.linear_q_down(queries))
+        query, _ = self.linear_q_up(queries)
+        latent, key_turned = self.linear_kv_down(hidden_states).split([parts.rank, parts.turned], -1)
+        key_value, _ = self.linear_kv_up(self.kv_layernorm(latent))
+        if self.sequence_parallel:
+            key_turned = gather_from_sequence_parallel_region(key_turned, group=self.group)
+        else:
+            key_turned = copy_to_tensor_model_parallel_region(key_turned, group=self.group)
+        query, key_value = (x.unflatten(-1, (self.heads, -1)) for x in (query, key_value))
+        query, query_turned = query.split([parts.plain, parts.turned], -1)
+        key, value = key_value.split([parts.plain, parts.values], -1)
+        cos, sin = self.rotary.of(sequences, query)
+        query_turned, key_turned = (
+            _Rotate.apply(x, cos, sin, self.rotary.interleaved) for x in (query_turned, key_turned[:, :, None])
+        )
+        query = torch.cat((query, query_turned), -1)
+        key = torch.cat((key, key_turned.expand(-1, -1, self.heads, -1)), -1)
+        if sequences is None:
+            return self.linear_proj(self.core_attention(query, key, value, attention_mask))
+        packed = (x.squeeze(1) for x in (query, key, value))
+        return self.linear_proj(self.core_attention(*packed, attention_mask, packed_seq_params)[:, None])

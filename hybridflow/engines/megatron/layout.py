@@ -176,8 +176,11 @@ class _Stage:
         ):
             out += self._whole(f"{name}{norm}.weight", f"{to}{place}.weight") if norm else []
         attention, to_attention = f"{name}self_attn.", f"{to}self_attention."
-        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
-            out += self._qkv(attention, f"{to_attention}linear_qkv.", kind)
+        if arch.latent is not None:
+            out += self._latent(attention, to_attention)
+        else:
+            for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+                out += self._qkv(attention, f"{to_attention}linear_qkv.", kind)
         out += self._shard(f"{attention}o_proj.weight", f"{to_attention}linear_proj.weight", dim=1)
         for norm in "qk" if arch.qk_norm else "":
             cut = self._whole if arch.qk_norm == "head" else self._shard
@@ -220,6 +223,18 @@ class _Stage:
             rows = self.tensors[tensor][0]
             out.append(Region(Box(tensor, (0, start), (rows, start + width)), f"{place}fc2", (0, 0)))
         return out
+
+    def _latent(self, name: str, to: str) -> list[Region]:
+        """What queries, keys and values come from is whole, the matrices that make heads of it are cut by heads."""
+        assert self.arch.latent is not None
+        out, query = list[Region](), "q_b_proj" if self.arch.latent.query_rank else "q_proj"
+        if self.arch.latent.query_rank:
+            out += self._whole(f"{name}q_a_proj.weight", f"{to}linear_q_down.weight")
+            out += self._whole(f"{name}q_a_layernorm.weight", f"{to}q_layernorm.weight")
+        out += self._shard(f"{name}{query}.weight", f"{to}linear_q_up.weight")
+        out += self._whole(f"{name}kv_a_proj_with_mqa.weight", f"{to}linear_kv_down.weight")
+        out += self._whole(f"{name}kv_a_layernorm.weight", f"{to}kv_layernorm.weight")
+        return out + self._shard(f"{name}kv_b_proj.weight", f"{to}linear_kv_up.weight")
 
     def _qkv(self, name: str, to: str, kind: str) -> list[Region]:
         """This rank's part of the rows of every kv-head's query heads, key head and value head, one after the other.

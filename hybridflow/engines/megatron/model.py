@@ -30,6 +30,7 @@ from hybridflow.engines.megatron.experts import MixtureOfExperts
 from hybridflow.engines.megatron.layers import (
     CoreAttention,
     HeadsNorm,
+    LatentAttention,
     LayerOutput,
     RMSNorm,
     Rotary,
@@ -40,7 +41,7 @@ from hybridflow.engines.megatron.layers import (
     use_onednn,
 )
 from hybridflow.engines.megatron.layout import padded_vocab
-from hybridflow.models.architecture import Architecture, Rotation
+from hybridflow.models.architecture import Architecture, Attention, Rotation
 from hybridflow.topology import Coords, RankGrid
 
 RNG_NAME = "model-parallel-rng"
@@ -178,16 +179,7 @@ def _layer(
     rotary: Mapping[Rotation, Rotary],
     groups: ProcessGroupCollection,
 ) -> ModuleSpec:
-    own_heads = arch.kv_heads >= config.tensor_model_parallel_size
-    each, norms = arch.attention[layer], arch.norms
-    core = partial(CoreAttention, arch, each, rotary[each.rotation] if each.rotation is not None else None)
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
-        core_attention=core,  # type: ignore[arg-type]
-        linear_proj=_output(arch, norms.after_attention),  # type: ignore[arg-type]
-        q_layernorm=_heads_norm(arch, arch.heads, groups),
-        k_layernorm=_heads_norm(arch, arch.kv_heads, groups),
-    )
+    norms = arch.norms
     mlp = MLPSubmodules(
         linear_fc1=ColumnParallelLinear,
         activation_func=gated(arch.activation),  # type: ignore[arg-type]
@@ -201,15 +193,37 @@ def _layer(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm if norms.before_attention else IdentityOp,
-            self_attention=ModuleSpec(
-                SelfAttention if own_heads else SharedHeadAttention, {"attn_mask_type": AttnMaskType.causal}, attention
-            ),
+            self_attention=_self_attention(arch, config, arch.attention[layer], rotary, groups),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             pre_mlp_layernorm=RMSNorm if norms.before_mlp else IdentityOp,
             mlp=ends,
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         ),
     )
+
+
+def _self_attention(
+    arch: Architecture,
+    config: TransformerConfig,
+    each: Attention,
+    rotary: Mapping[Rotation, Rotary],
+    groups: ProcessGroupCollection,
+) -> ModuleSpec:
+    turns = None if each.rotation is None else rotary[each.rotation]
+    output = _output(arch, arch.norms.after_attention)
+    if arch.latent is not None:  # which rotates a part of a head
+        core = partial(CoreAttention, arch, each, None)
+        return ModuleSpec(LatentAttention, {"arch": arch, "rotary": turns, "core": core, "output": output})
+    parts = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
+        core_attention=partial(CoreAttention, arch, each, turns),  # type: ignore[arg-type]
+        linear_proj=output,
+        q_layernorm=_heads_norm(arch, arch.heads, groups),
+        k_layernorm=_heads_norm(arch, arch.kv_heads, groups),
+    )
+    own_heads = arch.kv_heads >= config.tensor_model_parallel_size
+    kind = SelfAttention if own_heads else SharedHeadAttention
+    return ModuleSpec(kind, {"attn_mask_type": AttnMaskType.causal}, parts)
 
 
 def _output(arch: Architecture, norm: str) -> Any:
