@@ -2,12 +2,15 @@
 
 Tensor objects stay in place - module parameters, views, bound plans - while their storage is freed and allocated again.
 It works on the host and on CUDA, where the memory returns to the caching allocator.
+
+What is offloaded has an image on the host, which stays when the content comes back: content that has not changed since
+leaves by being dropped. So whoever writes into such a tensor says `changed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +46,47 @@ class Memory(Protocol):
         """Free the memory and keep its content on the host."""
         ...
 
+    def changed(self) -> None:
+        """The tensors may have been written into, so images of them on the host are stale."""
+        ...
+
+
+class HostImages:
+    """Content of device tensors on the host, by key: pinned on CUDA systems, allocated once, and copied only where it
+    has changed. `copied_out` and `copied_in` count bytes."""
+
+    def __init__(self) -> None:
+        self._images: dict[Hashable, Tensor] = {}
+        self._same: set[Hashable] = set()  # those with the content of their tensors
+        self.copied_out = self.copied_in = 0
+
+    def save(self, tensors: Mapping[Any, Tensor]) -> None:
+        """Make images of these tensors, of one device, or none when it fails."""
+        stale = {key: tensor for key, tensor in tensors.items() if key not in self._same}
+        for key, tensor in stale.items():
+            if key not in self._images:
+                self._images[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            self._images[key].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in stale.values()}:
+            settle(device)
+        self._same.update(stale)
+        self.copied_out += sum(tensor.nbytes for tensor in stale.values())
+
+    def restore(self, key: Hashable, tensor: Tensor) -> None:
+        """Copy the image to the tensor; the host does not wait."""
+        tensor.copy_(self._images[key], non_blocking=True)
+        self.copied_in += tensor.nbytes
+
+    def changed(self, keys: Iterable[Any] | None = None) -> None:
+        """The content of these tensors (default: all) is no longer that of their images."""
+        self._same.difference_update(list(self._same) if keys is None else keys)
+
+    def drop(self, keys: Iterable[Any]) -> None:
+        """Free these images."""
+        for key in keys:
+            self._images.pop(key, None)
+            self._same.discard(key)
+
 
 class Residency:
     """The `Memory` of `tensors`. Names that share one storage (fused or tied weights, flat buffers) free it together.
@@ -51,14 +95,15 @@ class Residency:
 
     Storages on devices of another type than `device` are not released either: state that a CUDA model keeps in host
     memory stays there and is freed with the last reference. Existing views become valid again with the memory; a tensor
-    without memory allows no new views."""
+    without memory allows no new views. Whoever writes into one of the tensors calls `changed` before it is offloaded.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, kept: Collection[str] = ()) -> None:
         self.device = device
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._names: dict[int, set[str]] = {}  # by storage
         self._sizes: dict[int, int] = {}
-        self._host: dict[int, Tensor] = {}  # offloaded bytes
+        self.images = HostImages()
         kept_storages = {tensors[name].untyped_storage()._cdata for name in kept if name in tensors}
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
@@ -94,8 +139,8 @@ class Residency:
             raise
         for key, storage in absent.items():
             self.resident_bytes += self._sizes[key]
-            if (host := self._host.pop(key, None)) is not None:
-                _bytes(storage).copy_(host, non_blocking=True)
+            if self._away[key]:
+                self.images.restore(key, _bytes(storage))
             else:
                 fresh |= self._names[key]
         for _, key, name in found:
@@ -105,8 +150,14 @@ class Residency:
 
     def zero(self, names: Iterable[str]) -> None:
         """Fill the resident memory of `names` with zeros."""
-        for storage, _, _ in self._found(names):
+        found = self._found(names)
+        for storage, _, _ in found:
             _bytes(storage).zero_()
+        self.images.changed(key for _, key, _ in found)
+
+    def changed(self) -> None:
+        """The tensors may have been written into."""
+        self.images.changed()
 
     def offload(self, names: Iterable[str] | None = None) -> None:
         """Host memory is pinned on CUDA systems. A storage is freed with its last name, offloaded or released."""
@@ -121,24 +172,15 @@ class Residency:
             for key, gone in going.items()
         }
         freed = {key: storage for storage, key, _ in found if self._held[key] and self._held[key] <= going[key]}
-        copies = {key: self._copy(storage) for key, storage in freed.items() if wanted[key]}  # all or nothing
-        if copies:
-            settle(self.device)
-        self._host.update(copies)
+        self.images.save({key: _bytes(storage) for key, storage in freed.items() if wanted[key]})  # all or nothing
         for key, gone in going.items():
             self._held[key] -= gone
             self._away[key] = wanted[key]
             if not wanted[key]:
-                self._host.pop(key, None)
+                self.images.drop((key,))
         for key, storage in freed.items():
             storage.resize_(0)
             self.resident_bytes -= self._sizes[key]
-
-    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
-        """Its bytes on the host, once the device has copied them."""
-        pin = storage.device.type == "cuda"
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pin)
-        return host.copy_(_bytes(storage), non_blocking=True)
 
     def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
         wanted = self._storages if names is None else [name for name in names if name in self._storages]
@@ -239,6 +281,9 @@ class TrackedMemory:
         chosen = self._mine(names)
         self._memory.offload(chosen)
         self._account.count(self._keys[name] for name in chosen)
+
+    def changed(self) -> None:
+        self._memory.changed()
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Names whose tensor is missing or has other memory than when this was built."""

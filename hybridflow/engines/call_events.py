@@ -21,13 +21,15 @@ _SWITCHES = ("transition",)  # parts of a call in which weights move between tra
 
 
 class Stage(NamedTuple):
-    """A named part of a call; times as in `Event`."""
+    """A named part of a call; times as in `Event`. `loaded` and `stored` are bytes copied from and to host memory."""
 
     name: str
     start: float
     end: float
     memory_before: int
     memory_after: int
+    loaded: int = 0
+    stored: int = 0
 
 
 class CallWork(NamedTuple):
@@ -87,7 +89,8 @@ def events_of(stages: Sequence[Stage], call: Event) -> list[Event]:
     return [
         Event(
             *("switch" if stage.name in _SWITCHES else "stage", *known, f"{call.method}/{stage.name}"),
-            *(call.pool, call.rank, stage.start, stage.start, stage.end, 0, 0, stage.memory_before, stage.memory_after),
+            *(call.pool, call.rank, stage.start, stage.start, stage.end, stage.loaded, stage.stored),
+            *(stage.memory_before, stage.memory_after),
             phase=call.phase,
         )
         for stage in stages

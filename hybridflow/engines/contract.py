@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, get_args
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ Output = Literal["log_probs", "entropy", "values", "logits", "ref_logits"]
 """Outputs that a loss can ask for; `logits` and `ref_logits` (the teacher's) are `algorithms.logits.Logits`."""
 TrainState = Literal["parameters", "optimizer", "gradients"]
 """State of a train engine that can move between device and host memory."""
+STATES: tuple[TrainState, ...] = get_args(TrainState)
+PARAMETERS: tuple[TrainState, ...] = ("parameters",)
 
 
 class Uninitialized:

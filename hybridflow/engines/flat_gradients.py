@@ -232,6 +232,7 @@ class FlatGradients:
         return self.memory.resident_bytes
 
     def offload(self, zero: bool) -> None:
+        self.memory.changed()
         self.memory.release() if zero else self.memory.offload()
 
     def reload(self, zero: bool) -> None:

@@ -249,16 +249,18 @@ class RankContext:
     row_number: Callable[[int], int] = int
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Record when a named part of a call ran, for the timeline."""
-        start, before = time.time(), memory_used(self.device)
+    def stage(self, name: str, copied: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> Iterator[None]:
+        """Record when a named part of a call ran, for the timeline. `copied` are all bytes so far that were copied from
+        and to host memory."""
+        start, before, known = time.time(), memory_used(self.device), copied()
         try:
             yield
         except BaseException:
             self.failed_stage = self.failed_stage or name
             raise
         finally:
-            self.stages.append(Stage(name, start, time.time(), before, memory_used(self.device)))
+            moved = [now - then for now, then in zip(copied(), known, strict=True)]
+            self.stages.append(Stage(name, start, time.time(), before, memory_used(self.device), *moved))
 
     @property
     def coords(self) -> Coords:

@@ -74,7 +74,8 @@ class ShardOptimizer:
         self.steps = 0
         self.result: dict[str, float] = {}
         self.overflowed = self.changed = False  # overflowed: a smaller loss scale may cure the skipped step
-        self._offloaded: Residency | None = None
+        self._memory: Residency | None = None  # made when it is first needed
+        self.resident = True
         main, parameters = shards.main, self._parameter_groups()
         self._moments: tuple[str, ...] = ()
         if isinstance(settings, config.Adam):
@@ -161,6 +162,9 @@ class ShardOptimizer:
             for name, main in self.shards.main.items():
                 main.grad = grads.get(name)
         self.changed = not skipped or self.scale is not None  # from here on, nothing that an error would undo
+        if not skipped:
+            self.memory.changed()
+            self.shards.memory.changed()
         if self.scale is not None:
             self.overflowed = skipped and self.scale.value > 1.0
             self.scale.update(overflow=skipped)
@@ -197,7 +201,11 @@ class ShardOptimizer:
     # State
 
     def storage(self) -> dict[str, Mapping[str, Tensor]]:
-        """Kind -> tensors by the names of `shards.main`."""
+        """Kind -> tensors by the names of `shards.main`, which may be written into."""
+        self.memory.changed()
+        return self._storage()
+
+    def _storage(self) -> dict[str, Mapping[str, Tensor]]:
         main, state = self.shards.main, self.torch.state
         return {"main": main, **{kind: {name: state[main[name]][kind] for name in main} for kind in self._moments}}
 
@@ -228,46 +236,44 @@ class ShardOptimizer:
     @torch.no_grad()
     def restore(self) -> None:
         """Parameters := main parameters. Collective over the data parallel ranks."""
+        self.shards.memory.changed()
         self.shards.updated(self._names)
 
     # Memory
 
+    @property
+    def memory(self) -> Residency:
+        """Behind state that does not share memory with the parameters."""
+        if self._memory is None:
+            own = {k: tensors for k, tensors in self._storage().items() if self.shards.separate or k != "main"}
+            tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
+            self._memory = Residency(tensors, self.shards.memory.device)
+        return self._memory
+
     def offload(self) -> None:
-        """Move state that does not share memory with the parameters to host memory."""
-        if self._offloaded is None:
-            own = self._own()
-            own.offload()
-            self._offloaded = own
+        """Move it to host memory."""
+        if self.resident:
+            self.memory.offload()
+            self.resident = False
 
     def release(self) -> None:
         """Free this state and drop its content; `reload` brings it back as zeros."""
-        if self._offloaded is None:
-            self._offloaded = self._own()
-        self._offloaded.release()
-
-    def _own(self) -> Residency:
-        own = {kind: tensors for kind, tensors in self.storage().items() if self.shards.separate or kind != "main"}
-        tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
-        return Residency(tensors, self.shards.memory.device)
+        self.memory.release()
+        self.resident = False
 
     def reload(self) -> None:
-        if self._offloaded is not None:
-            self._offloaded.zero(self._offloaded.acquire())
-            self._offloaded = None
-
-    @property
-    def resident(self) -> bool:
-        return self._offloaded is None
+        if not self.resident:
+            self.memory.zero(self.memory.acquire())
+            self.resident = True
 
     @property
     def resident_bytes(self) -> int:
         """Bytes in device memory besides the parameters."""
-        return self._own().total_bytes if self.resident else 0
+        return self.memory.resident_bytes
 
     def close(self) -> None:
         """Free the state, on the device and on the host, also of tensors that others still refer to."""
-        if self._offloaded is not None:
-            self._offloaded.release()
+        self.memory.release()
         self.zero_grad()
         values = [value for state in self.torch.state.values() for value in state.values()]
         tensors = {str(i): tensor for i, tensor in enumerate(values) if isinstance(tensor, Tensor)}

@@ -349,6 +349,7 @@ class TrainEngine:
         """The parameters themselves: writing into them changes the model; then call `weights_loaded`. Errors:
         BrokenGroupError."""
         self._operations.check()
+        self._shards.memory.changed()
         return self._shards.storage
 
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
@@ -359,6 +360,9 @@ class TrainEngine:
 
     def weights_loaded(self) -> None:
         """Copy parameters that a transfer has written to the optimizer's main parameters."""
+        self._shards.memory.changed()
+        if self._optimizer is not None:
+            self._optimizer.memory.changed()
         self._shards.parameters_changed()
 
     @property
@@ -431,6 +435,11 @@ class TrainEngine:
         """Bring offloaded state back, or none when it fails; other state is left alone. Of released state, parameters
         are undefined, the rest is zero."""
         self._move(what, away=False)
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes of parameters and optimizer state that were copied from and to host memory so far."""
+        images = [self._shards.memory.images] + ([self._optimizer.memory.images] if self._optimizer else [])
+        return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
 
     def _move(self, what: Collection[TrainState], away: bool) -> None:
         self._operations.check()

@@ -41,6 +41,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights that have been written into the model."""
+        self.memory.changed()
         for name, weight in self._engine.storage().items():
             whole, average = torch.atleast_1d(weight, self._average[name])
             rows = max(1, len(self._room) // max(1, math.prod(whole.shape[1:])))
@@ -49,13 +50,14 @@ class WeightAverage:
         self.optimizer_moved({})
 
     def storage(self) -> Mapping[str, Tensor]:
+        self.memory.changed()  # whoever gets it may write
         return self._average
 
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
-        return self.layout(), self._average
+        return self.layout(), self.storage()
 
     def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
-        return {"main": self._average}
+        return {"main": self.storage()}
 
     def optimizer_counters(self) -> dict[str, Any]:
         return {}

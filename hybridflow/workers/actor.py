@@ -23,7 +23,7 @@ from hybridflow.batch.pinned import to_device
 from hybridflow.config import VLLM, Megatron, Mismatch, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.agreement import agree, of_every_rank
-from hybridflow.engines.contract import TrainState
+from hybridflow.engines.contract import PARAMETERS, STATES, TrainState
 from hybridflow.engines.router_replay import ROUTING, replay_sizes
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import check_config
@@ -233,13 +233,13 @@ class ActorWorker(RowSession, ModelWorker):
             self.generation = None
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
+    def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
         """Puts the weights into their training layout, where they stay until the next generation."""
         if self.hybrid is not None and not self.hybrid.in_training:
             with self.context.stage("transition"):
                 self.hybrid.to_training()
         self._restore()  # undo the merge for generation
-        with super().resident():
+        with super().resident(what):
             yield
 
     def on_weights_loaded(self) -> None:
@@ -328,7 +328,7 @@ class ActorWorker(RowSession, ModelWorker):
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
-        with self.resident(), self.engine.tokens.own_routing():
+        with self.resident(PARAMETERS), self.engine.tokens.own_routing():
             _ = self._agreed(batch, ("log_probs",))  # without the sampling temperature
             out = self.engine.forward(batch, ("log_probs",))
         if out is None:

@@ -6,12 +6,12 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.remote_directory import opened, written_here
 from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_checkpoint, saved_dtypes
-from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
+from hybridflow.engines.contract import PARAMETERS, STATES, UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG, check_adapters, check_injection, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.engines.parameter_groups import check_groups
@@ -282,7 +282,7 @@ class ModelWorker(Worker):
         self._skipped = SkippedSteps(self.context, optim)
         self.engine = build_engine(self.context, train, self.spec, weights, optim)
         if offload:
-            self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")
+            self._idle = PARAMETERS if optim is None else STATES
             self.engine.offload(self._idle)
 
     @property
@@ -291,11 +291,13 @@ class ModelWorker(Worker):
         return self.role
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
-        """Keeps the model's state for a call in device memory; offloads an idle model afterwards."""
+    def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
+        """Keeps these parts of the state for a call in device memory; offloads an idle model afterwards."""
         try:
-            if self._idle:
-                agree(self.context, partial(self.engine.reload, self._idle))
+            wanted: list[TrainState] = [name for name in self._idle if name in what]
+            if wanted:
+                with self.context.stage("reload", self.engine.copied_bytes):
+                    agree(self.context, partial(self.engine.reload, wanted))
             yield
         except BaseException:
             with suppress(BrokenGroupError):  # what is raised says why
@@ -305,7 +307,9 @@ class ModelWorker(Worker):
 
     def _rest(self) -> None:
         self._restore()
-        self.engine.offload(self._idle)
+        if self._idle:
+            with self.context.stage("offload", self.engine.copied_bytes):
+                self.engine.offload(self._idle)
 
     def _agreed(self, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
         """The batch's temperature, after all ranks have agreed that they can compute their rows.
@@ -332,7 +336,7 @@ class ModelWorker(Worker):
         Logs a warning for a value that is not finite: updates that read it skip their steps. Errors: those of
         `_agreed`.
         """
-        with self.resident():
+        with self.resident(PARAMETERS):
             out = self.engine.forward(batch, (output,), self._agreed(batch, (output,)))
         if out is None:
             return None
@@ -444,7 +448,7 @@ class ModelWorker(Worker):
 
         Errors: ReplicaError that names the tensor and the rank (`engines.replicas`)."""
         if self.has_tensors:
-            with self.resident():
+            with self.resident(PARAMETERS):
                 check_replicas(self.context, self.engine)
 
     @register(ONE_TO_ALL, blocking=True)
@@ -472,7 +476,7 @@ class ModelWorker(Worker):
 
     def wake_up(self) -> None:
         """Allocate what `sleep` freed; state of other ranks is written there next."""
-        self.engine.reload(get_args(TrainState))
+        self.engine.reload(STATES)
 
     def close(self) -> None:
         if self.has_tensors:

@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.algorithms.losses.distillation import TEACHER, TOP_K
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
+from hybridflow.engines.contract import PARAMETERS
 from hybridflow.engines.weight_average import WeightAverage
 from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.models.hf_spec import read_spec
@@ -133,6 +134,6 @@ class ReferenceWorker(ModelWorker):
         return self._teaching(batch, self.engine.tokens.hidden_states, hidden=True)
 
     def _teaching(self, batch: Batch, read: Any, hidden: bool = False) -> Batch | None:
-        with self.resident():
+        with self.resident(PARAMETERS):
             found = self.engine.infer(batch, read, hidden=hidden)
         return None if found is None else Batch({f"ref_{name}": column for name, column in found.items()})

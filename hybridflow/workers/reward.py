@@ -19,6 +19,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
+from hybridflow.engines.contract import PARAMETERS
 from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import RewardError, rows_named
 from hybridflow.protocols.operation import Settings, register
@@ -127,7 +128,7 @@ class ScoreWorker(ModelWorker):
             prepare()
             out = self._called(self.functions, rows)
         else:
-            with self.resident():
+            with self.resident(PARAMETERS):
                 _ = agree(self.context, prepare)
                 found = self.engine.score(rows, tokens=self.level == "token")
             if found is None:

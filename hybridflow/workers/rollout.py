@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridflow.config import VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.contract import STATES, TrainState
 from hybridflow.engines.lora.adapters import is_adapter_directory
 from hybridflow.engines.vllm.layout import unbuilt_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
@@ -80,8 +81,9 @@ class RolloutWorker(RowSession, Worker):
         self._rest()
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
+    def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
         """Keeps the weights in device memory."""
+        del what
         try:
             if self._rests:
                 self.engine.together(self.engine.memory().acquire)

@@ -5,11 +5,11 @@ save: snapshot of the rank's boxes (in call order) -> a thread writes them   loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, beside_name, check_content
 from hybridflow.engines.checkpoint.rank_state import Kinds, RankFile, SavedTensors, StateWriter, report_file
-from hybridflow.engines.contract import TrainState
+from hybridflow.engines.contract import STATES, TrainState
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.replicas import check_replicas
 from hybridflow.engines.train_engine import TrainEngine
@@ -77,8 +77,8 @@ class Worker:
         return WorkerSpec()
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
-        """Keeps the model's state for a call in device memory. May be collective over the group."""
+    def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
+        """Keeps these parts of a model's state for a call in device memory. May be collective over the group."""
         yield
 
     # Weights that move to other ranks (hf.sync_weights, hf.reallocate)
@@ -139,7 +139,7 @@ class Worker:
             with self.resident():
                 engine = self.optimizing_engine()
             if engine is not None:
-                engine.offload(get_args(TrainState))
+                engine.offload(STATES)
 
     def step_back(self) -> None:
         """Undo `step_aside`, even if it was interrupted."""
@@ -147,7 +147,7 @@ class Worker:
         if self.context.device.type == "cuda":
             with self.resident():  # leaving it offloads an idle model
                 if (engine := self.optimizing_engine()) is not None:
-                    engine.reload(get_args(TrainState))
+                    engine.reload(STATES)
         self.open_generation()
 
     # Its part of a run's checkpoint

@@ -18,7 +18,7 @@ from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import save_checkpoint, saved_dtypes
-from hybridflow.engines.contract import UNINITIALIZED
+from hybridflow.engines.contract import PARAMETERS, STATES, UNINITIALIZED
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import read_spec
 from tests.contracts.engine_tasks import _sum_of_log_probs, boxes, broken_gradients, build, share
@@ -214,6 +214,55 @@ def offloaded(world: World, name: str, strategy: Any, size: int, path: Path, opt
         assert all(value.equal(plain.storage()[key]) for key, value in other.storage().items())
     plain.context.groups.close()
     other.context.groups.close()
+
+
+def copied(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> None:
+    """What has not changed since it came from host memory leaves without a copy; all else is copied once."""
+    plain = build(world, f"{name}-plain", strategy, size, path, "lm", optimizer)
+    other = build(world, f"{name}-other", strategy, size, path, "lm", optimizer)
+    frozen = build(world, f"{name}-frozen", strategy, size, path, "lm", None)
+    weights = {each: each.resident_bytes()["parameters"] for each in (other, frozen)}  # 16 bits, where not trained
+    state = weights[other] + other.resident_bytes()["optimizer"]
+    for each in (other, frozen):
+        each.offload(STATES)
+    assert (other.copied_bytes(), frozen.copied_bytes()) == ((0, state), (0, weights[frozen]))
+    for seed in range(3):
+        rows = share(make_batch(seed=seed), other.grid, world.rank)
+        expected = plain.forward(rows, ("log_probs",))
+        for each in (other, frozen):
+            before = each.copied_bytes()
+            each.reload(PARAMETERS)
+            found = each.forward(rows, ("log_probs",))
+            assert (seed and each is frozen) or same(found, expected)
+            each.offload(STATES)
+            assert moved(each, before) == (weights[each], 0)
+        before = other.copied_bytes()
+        other.reload(STATES)
+        assert update(other, world, seed) == update(plain, world, seed)
+        other.offload(STATES)
+        assert moved(other, before) == (state, state)
+    frozen.reload(STATES)
+    for tensor in frozen.storage().values():
+        tensor.fill_(2.0)
+    frozen.weights_loaded()
+    before = frozen.copied_bytes()
+    frozen.offload(STATES)
+    frozen.reload(STATES)
+    assert moved(frozen, before) == (weights[frozen], weights[frozen])
+    assert all((tensor == 2.0).all() for tensor in frozen.storage().values())
+    other.reload(STATES)
+    assert all(value.equal(plain.storage()[key]) for key, value in other.storage().items())
+    for each in (plain, other, frozen):
+        each.context.groups.close()
+
+
+def moved(engine: Any, before: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(now - then for now, then in zip(engine.copied_bytes(), before, strict=True))
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Of outputs, which are None except on the last stage."""
+    return found is expected or found["log_probs"].values.equal(expected["log_probs"].values)
 
 
 def _refused(call: Any, says: str) -> bool:

@@ -159,6 +159,12 @@ def test_a_rank_that_owns_nothing_restores_with_its_peers(processes, dtype):
 
 
 @pairs
+def test_only_what_changed_is_copied_to_host_memory(processes, path, dtype, optimizer):
+    args = (processes.name(), megatron((2, 2, 1), dtype=dtype), 4, path, optimizer)
+    processes.run(4, tasks.copied, *args)
+
+
+@pairs
 def test_what_is_offloaded_comes_back_as_it_was(processes, path, dtype, optimizer):
     args = (processes.name(), megatron((1, 1, 2), dtype=dtype), 2, path, optimizer)
     processes.run(2, tasks.offloaded, *args)

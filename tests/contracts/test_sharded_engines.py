@@ -223,6 +223,15 @@ def test_memory_of_layers_is_released_and_comes_back(processes, models, name, dt
 
 
 @pairs
+@pytest.mark.parametrize("name", FEW)
+def test_only_what_changed_is_copied_to_host_memory(processes, models, name, dtype, optimizer):
+    strategy, sizes = CASES[name]
+    strategy = type(strategy)(**{**vars(strategy), "dtype": dtype})
+    args = (processes.name(), strategy, count(sizes), models["qwen3-tied", "lm"], optimizer)
+    processes.run(4, state_tasks.copied, *args)
+
+
+@pairs
 def test_what_is_offloaded_comes_back_as_it_was(processes, models, dtype, optimizer):
     args = (processes.name(), FSDP(dtype=dtype, **SMALL), 2, models["qwen3-tied", "lm"], optimizer)
     processes.run(2, state_tasks.offloaded, *args)

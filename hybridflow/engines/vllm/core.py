@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.config import VLLM
-from hybridflow.engine3d.offloadable import Memory, Residency
+from hybridflow.engine3d.offloadable import HostImages, Memory, Residency
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
@@ -330,7 +330,8 @@ class PooledMemory:
     state lie under tags of their own that we never touch.
 
     It is released with the last name and acquired with the first, like one shared storage. `buffers` under the same tag
-    are kept on the host meanwhile. `unmap` frees the physical memory once the device is idle, `map_back` allocates it
+    are kept on the host meanwhile. Images on the host are as in `Residency`: whoever writes into a tensor calls
+    `changed`. `unmap` frees the physical memory once the device is idle, `map_back` allocates it
     again with undefined content.
     """
 
@@ -345,8 +346,7 @@ class PooledMemory:
         self._unmap, self._map_back = unmap, map_back
         self._users = set(tensors)  # the names that are not released
         self._away: set[str] = set()  # the names that were offloaded
-        self._host_tensors: dict[str, Tensor] = {}
-        self._host_buffers: dict[str, Tensor] = {}
+        self.images, self._host_buffers = HostImages(), HostImages()
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
@@ -371,12 +371,11 @@ class PooledMemory:
         wanted, fresh = self._found(names), set[str]()
         if wanted and not self._users:
             self._map_back()
-            for name, host in self._host_buffers.items():
-                self._buffers[name].copy_(host)
-            for name, host in self._host_tensors.items():
-                self._tensors[name].copy_(host)
-            fresh = self._tensors.keys() - self._host_tensors.keys()
-            self._host_tensors, self._host_buffers = {}, {}
+            for name, buffer in self._buffers.items():
+                self._host_buffers.restore(name, buffer)
+            for name in self._away:
+                self.images.restore(name, self._tensors[name])
+            fresh = self._tensors.keys() - self._away
         self._users |= wanted
         self._away -= wanted
         return fresh
@@ -387,16 +386,16 @@ class PooledMemory:
     def _drop(self, gone: set[str]) -> None:
         before, self._users = self._users, self._users - gone
         if before and not self._users:
-            self._host_buffers = {name: _on_host(tensor) for name, tensor in self._buffers.items()}
-            self._host_tensors = {name: _on_host(self._tensors[name]) for name in self._away}
+            self._host_buffers.changed()  # caches among them
+            self._host_buffers.save(self._buffers)
+            self.images.save({name: self._tensors[name] for name in self._away})
             self._unmap()
-        elif not self._users:
-            self._host_tensors = {name: host for name, host in self._host_tensors.items() if name in self._away}
+        if not self._users:
+            self.images.drop(self._tensors.keys() - self._away)
 
-
-def _on_host(tensor: Tensor) -> Tensor:
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return host.copy_(tensor)
+    def changed(self) -> None:
+        """The tensors may have been written into."""
+        self.images.changed()
 
 
 _SMALLEST = 1 << 20  # bytes: below it writing zeros is as fast

@@ -336,6 +336,7 @@ class VLLMEngine:
         The KV cache of unfinished rows is computed again, unless `VLLM(kv="keep")`; that of the past is never shared.
         """
         _ = self._alive()
+        self.memory().changed()
         self._loop.weights_changed(version)
 
     def layout(self) -> Layout:
@@ -346,6 +347,8 @@ class VLLMEngine:
 
         Those that the layout addresses element by element (turned or stacked tensors) have one dimension.
         """
+        if self._weights is not None:
+            self._weights.changed()
         return flattened(self._runner().model, self._flat)
 
     def memory(self) -> Memory:

@@ -97,6 +97,33 @@ def test_offloaded_values_come_back(names):
         assert tensors["norm"].tolist() == [1, 1, 1]
 
 
+def test_content_that_has_not_changed_is_not_copied_again():
+    tensors, buffer = fused()
+    memory = Residency(tensors, CPU)
+    for _ in range(3):
+        memory.offload()
+        assert memory.acquire() == set()
+    assert (memory.images.copied_out, memory.images.copied_in) == (60, 180)
+    buffer.add_(1)
+    memory.changed()
+    memory.offload()
+    assert memory.images.copied_out == 120
+    memory.acquire()
+    assert buffer.tolist() == list(range(1, 13))
+    memory.zero(["norm"])
+    memory.offload()
+    assert memory.images.copied_out == 132
+    memory.acquire()
+    assert tensors["norm"].tolist() == [0, 0, 0]
+    memory.release(["norm"])
+    assert memory.acquire() == {"norm"}
+    tensors["norm"].fill_(5)
+    memory.offload()
+    assert memory.images.copied_out == 144
+    memory.acquire()
+    assert tensors["norm"].tolist() == [5, 5, 5]
+
+
 def test_offloading_part_of_a_shared_storage_waits_for_the_rest():
     tensors, buffer = fused()
     memory = Residency(tensors, CPU)
