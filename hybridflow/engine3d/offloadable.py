@@ -4,7 +4,7 @@ Tensor objects stay in place - module parameters, views, bound plans - while the
 It works on the host and on CUDA, where the memory returns to the caching allocator.
 
 What is offloaded has an image on the host, which stays when the content comes back: content that has not changed since
-leaves by being dropped. So whoever writes into such a tensor says `changed`.
+leaves by being dropped. Code that writes into such a tensor calls `changed`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Residency:
 
     Storages on devices of another type than `device` are not released either: state that a CUDA model keeps in host
     memory stays there and is freed with the last reference. Existing views become valid again with the memory; a tensor
-    without memory allows no new views. Whoever writes into one of the tensors calls `changed` before it is offloaded.
+    without memory allows no new views. Code that writes into one of the tensors calls `changed` before it is offloaded.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, kept: Collection[str] = ()) -> None:

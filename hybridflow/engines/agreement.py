@@ -124,6 +124,11 @@ Settle = Callable[[Exception | None, float | None], object]
 """Agrees with all ranks on this rank's error, waiting for them at most these seconds; raises when any has one."""
 
 
+def random_state(device: torch.device) -> list[Tensor]:
+    """Of the generators that dropout draws from: those of the host and of a CUDA device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
 class Operations:
     """Enters and leaves the operations of one rank's engine.
 

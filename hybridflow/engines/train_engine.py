@@ -9,11 +9,11 @@ Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, C co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.pinned import settle, to_host
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.offloadable import Residency
-from hybridflow.engines.agreement import Operations, Replicas, StepCheck
+from hybridflow.engines.agreement import Operations, Replicas, StepCheck, random_state
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.initial_weights import fill, rounded
 from hybridflow.engines.lora.adapters import Adapters
@@ -35,6 +34,7 @@ from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.router_replay import replay_sizes
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
+from hybridflow.engines.train_states import TrainStates
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder
 
@@ -42,7 +42,7 @@ ReadHead = Callable[[MicroBatch, Tensor], Mapping[str, Tensor]]
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
 
 
-class TrainEngine:
+class TrainEngine(TrainStates):
     """One rank's part of one model; a `engine3d.interfaces.Trainer`. Without an optimizer it only computes.
 
     Its inputs are the rows of this rank's data parallel replica as `prompt_ids` and `response_ids` (ragged); outputs
@@ -62,8 +62,6 @@ class TrainEngine:
     """
 
     _model: Any = None  # these are None before they are built and after `close`
-    _shards: Any = None
-    _optimizer: ShardOptimizer | None = None
     adapters: Adapters | None = None
 
     def __init__(
@@ -79,8 +77,6 @@ class TrainEngine:
         self.device = context.device
         self._replicas, self._check, self._operations = Replicas(context), StepCheck(context), Operations(context)
         self._announced: dict[int, tuple[Batch, Batch, list[MicroBatch]]] = {}
-        # "own": not yet added up over ranks; "lost": in a failed call, the others of the same step with them
-        self._gradients: Literal["zero", "own", "summed", "lost"] = "zero"
         try:
             model: ShardedModel = build(context, strategy, spec, optimizer)
             self._model, self._shards, self.tokens, self.adapters = model, model.shards, model.tokens, model.adapters
@@ -194,7 +190,7 @@ class TrainEngine:
             self._check.agree(error, seconds)
             joined.update(self._replicas.joined(metrics, getattr(loss, "metrics", {})) if self.last_stage else {})
 
-        undo = partial(self._drop, self._gradients != "zero", _random_state(self.device))
+        undo = partial(self._drop, self._gradients != "zero", random_state(self.device))
         with self._operations.run("forward_backward", undo, settle=agreed):
             self._pass(batch, loss, outputs, temperature, metrics)
         return joined
@@ -335,11 +331,6 @@ class TrainEngine:
             self._shards.reduce()
             self._gradients = "summed"
 
-    def _training(self) -> ShardOptimizer:
-        if self._optimizer is None:
-            raise ConfigError(f"{self.context.role} was built without an optimizer: it cannot train. Give optim=.")
-        return self._optimizer
-
     # Weights
 
     def layout(self) -> Layout:
@@ -360,9 +351,8 @@ class TrainEngine:
 
     def weights_loaded(self) -> None:
         """Copy parameters that a transfer has written to the optimizer's main parameters."""
-        self._shards.memory.changed()
-        if self._optimizer is not None:
-            self._optimizer.memory.changed()
+        for memory in self._memories():
+            memory.changed()
         self._shards.parameters_changed()
 
     @property
@@ -411,89 +401,6 @@ class TrainEngine:
         self._require("parameters", "optimizer")
         optimizer.moved(counters)
 
-    # Memory
-
-    def memory(self) -> Residency:
-        """The memory behind `storage()`, at least every decoder layer on its own. While names are released the engine
-        does not compute. `acquire` leaves elements in boxes of `layout()` undefined and restores all others (padding).
-        """
-        return self._shards.memory
-
-    def resident_bytes(self) -> dict[str, int]:
-        """Bytes of each `TrainState` now in device memory."""
-        found = {"parameters": self._shards.memory.resident_bytes}
-        if self._optimizer is not None:
-            found["gradients"] = self._shards.gradients.resident_bytes
-            found["optimizer"] = self._optimizer.resident_bytes
-        return found
-
-    def offload(self, what: Collection[TrainState]) -> None:
-        """Move these to host memory, or none when it fails; the engine does not compute until they are back."""
-        self._move(what, away=True)
-
-    def reload(self, what: Collection[TrainState]) -> None:
-        """Bring offloaded state back, or none when it fails; other state is left alone. Of released state, parameters
-        are undefined, the rest is zero."""
-        self._move(what, away=False)
-
-    def copied_bytes(self) -> tuple[int, int]:
-        """Bytes of parameters and optimizer state that were copied from and to host memory so far."""
-        images = [self._shards.memory.images] + ([self._optimizer.memory.images] if self._optimizer else [])
-        return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
-
-    def _move(self, what: Collection[TrainState], away: bool) -> None:
-        self._operations.check()
-        moved = list[TrainState]()
-        try:
-            for name, resident in self._resident().items():  # parameters last: their memory moves as a whole or not
-                if name in what and (resident == away or name == "parameters"):
-                    self._move_one(name, away)
-                    moved.append(name)
-        except Exception:
-            for name in moved:
-                self._move_one(name, not away)
-            raise
-
-    def _move_one(self, name: TrainState, away: bool) -> None:
-        zero = self._gradients in ("zero", "lost")
-        if name == "parameters":
-            memory = self._shards.memory
-            memory.offload() if away else memory.acquire()
-        elif name == "optimizer":
-            self._training().offload() if away else self._training().reload()
-        else:
-            gradients = self._shards.gradients
-            gradients.offload(zero) if away else gradients.reload(zero)
-
-    def _resident(self) -> dict[TrainState, bool]:
-        memory, trained = self._shards.memory, self._optimizer
-        state = {} if trained is None else {"optimizer": trained.resident, "gradients": self._shards.gradients.resident}
-        return {**state, "parameters": memory.resident_bytes == memory.total_bytes}  # pyright: ignore[reportReturnType]
-
-    def release(self) -> None:
-        """Free the memory of all state and drop its content; `reload` allocates it again."""
-        self._shards.memory.release()
-        if self._optimizer:
-            self._optimizer.release()
-            self._gradients = "zero"
-            self._shards.gradients.offload(True)
-
-    def _require(self, *what: TrainState) -> None:
-        """Errors: ConfigError when one of these is not in device memory, or `what` has gradients that are lost."""
-        self._operations.check()
-        if "gradients" in what and self._gradients == "lost":
-            raise ConfigError(
-                f"{self.context.role} has lost the gradients of this step in a call that failed. Call zero_grad(), and "
-                f"compute the step again from its first mini-batch."
-            )
-        held = self._resident()
-        if missing := [name for name in what if not held.get(name, True)]:
-            raise ConfigError(
-                f"{self.context.role} was asked to work while its {' and '.join(missing)} are not in device memory. "
-                f"Bring back what was offloaded with reload({missing}); fill parameters that were released, or "
-                f"restore() them."
-            )
-
     def close(self) -> None:
         """Free the model, gradients and optimizer, at once, also tensors of `storage()` that others still refer to:
         models form reference cycles, and the collector never visits objects that vLLM froze (`gc.freeze`)."""
@@ -502,8 +409,3 @@ class TrainEngine:
         if self._model:
             self._model.shards.close()
         self._optimizer = self._model = self._shards = self.adapters = None
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    """Of the generators that dropout draws from: those of the host and of a CUDA device."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

@@ -50,7 +50,7 @@ class WeightAverage:
         self.optimizer_moved({})
 
     def storage(self) -> Mapping[str, Tensor]:
-        self.memory.changed()  # whoever gets it may write
+        self.memory.changed()  # the caller may write into it
         return self._average
 
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:

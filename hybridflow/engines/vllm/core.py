@@ -330,7 +330,7 @@ class PooledMemory:
     state lie under tags of their own that we never touch.
 
     It is released with the last name and acquired with the first, like one shared storage. `buffers` under the same tag
-    are kept on the host meanwhile. Images on the host are as in `Residency`: whoever writes into a tensor calls
+    are kept on the host meanwhile. Images on the host are as in `Residency`: code that writes into a tensor calls
     `changed`. `unmap` frees the physical memory once the device is idle, `map_back` allocates it
     again with undefined content.
     """

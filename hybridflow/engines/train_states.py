@@ -1,0 +1,113 @@
+"""TrainStates: parameters, gradients and optimizer state of one rank, in device memory or in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.agreement import Operations
+from hybridflow.engines.contract import TrainState
+from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.shard_optimizer import ShardOptimizer
+from hybridflow.errors import ConfigError
+
+
+class TrainStates:
+    """What a `TrainEngine` holds, and where it is. `_gradients` are "own" until they are added up over ranks, and
+    "lost" when a call has failed to which others of the same step belong."""
+
+    context: RankContext
+    _operations: Operations
+    _shards: Any = None
+    _optimizer: ShardOptimizer | None = None
+    _gradients: Literal["zero", "own", "summed", "lost"] = "zero"
+
+    def memory(self) -> Residency:
+        """The memory behind `storage()`, at least every decoder layer on its own. While names are released the engine
+        does not compute. `acquire` leaves elements in boxes of `layout()` undefined and restores all others (padding).
+        """
+        return self._shards.memory
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of each `TrainState` now in device memory."""
+        found = {"parameters": self._shards.memory.resident_bytes}
+        if self._optimizer is not None:
+            found["gradients"] = self._shards.gradients.resident_bytes
+            found["optimizer"] = self._optimizer.resident_bytes
+        return found
+
+    def offload(self, what: Collection[TrainState]) -> None:
+        """Move these to host memory, or none when it fails; the engine does not compute until they are back."""
+        self._move(what, away=True)
+
+    def reload(self, what: Collection[TrainState]) -> None:
+        """Bring offloaded state back, or none when it fails; other state is left alone. Of released state, parameters
+        are undefined, the rest is zero."""
+        self._move(what, away=False)
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes of parameters and optimizer state that were copied from and to host memory so far."""
+        images = [memory.images for memory in self._memories()]
+        return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
+
+    def _memories(self) -> list[Residency]:
+        return [self._shards.memory, *([self._optimizer.memory] if self._optimizer else [])]
+
+    def _move(self, what: Collection[TrainState], away: bool) -> None:
+        self._operations.check()
+        moved = list[TrainState]()
+        try:
+            for name, resident in self._resident().items():  # parameters last: their memory moves as a whole or not
+                if name in what and (resident == away or name == "parameters"):
+                    self._move_one(name, away)
+                    moved.append(name)
+        except Exception:
+            for name in moved:
+                self._move_one(name, not away)
+            raise
+
+    def _move_one(self, name: TrainState, away: bool) -> None:
+        zero = self._gradients in ("zero", "lost")
+        if name == "parameters":
+            memory = self._shards.memory
+            memory.offload() if away else memory.acquire()
+        elif name == "optimizer":
+            self._training().offload() if away else self._training().reload()
+        else:
+            gradients = self._shards.gradients
+            gradients.offload(zero) if away else gradients.reload(zero)
+
+    def _resident(self) -> dict[TrainState, bool]:
+        memory, trained = self._shards.memory, self._optimizer
+        state = {} if trained is None else {"optimizer": trained.resident, "gradients": self._shards.gradients.resident}
+        return {**state, "parameters": memory.resident_bytes == memory.total_bytes}  # pyright: ignore[reportReturnType]
+
+    def release(self) -> None:
+        """Free the memory of all state and drop its content; `reload` allocates it again."""
+        self._shards.memory.release()
+        if self._optimizer:
+            self._optimizer.release()
+            self._gradients = "zero"
+            self._shards.gradients.offload(True)
+
+    def _require(self, *what: TrainState) -> None:
+        """Errors: ConfigError when one of these is not in device memory, or `what` has gradients that are lost."""
+        self._operations.check()
+        if "gradients" in what and self._gradients == "lost":
+            raise ConfigError(
+                f"{self.context.role} has lost the gradients of this step in a call that failed. Call zero_grad(), and "
+                f"compute the step again from its first mini-batch."
+            )
+        held = self._resident()
+        if missing := [name for name in what if not held.get(name, True)]:
+            raise ConfigError(
+                f"{self.context.role} was asked to work while its {' and '.join(missing)} are not in device memory. "
+                f"Bring back what was offloaded with reload({missing}); fill parameters that were released, or "
+                f"restore() them."
+            )
+
+    def _training(self) -> ShardOptimizer:
+        if self._optimizer is None:
+            raise ConfigError(f"{self.context.role} was built without an optimizer: it cannot train. Give optim=.")
+        return self._optimizer
