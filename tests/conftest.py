@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process of pytest-xdist runs all tests that share a Ray cluster, one tests/contracts, whose files share a
     server of processes; files of other tests go to whichever is free. One process has a real CUDA device.
 
-    Tests marked `gpu` are skipped where there is no CUDA device.
+    Of the cases of a test marked `thinned`, most are slow. Tests marked `gpu` are skipped without a CUDA device.
     """
     together = ("contracts",) if "EMULATED_CUDA" in os.environ else ("contracts", "gpu")
     for item in items:
@@ -39,6 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shares_ray = "cluster" in getattr(item, "fixturenames", ())
         group = "Ray" if shares_ray else folder if folder in together else "/".join(rest)
         item.add_marker(pytest.mark.xdist_group(group))
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thinned"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for of_test in cases.values():
+        keep = of_test[0].get_closest_marker("thinned").args[0]  # type: ignore[union-attr]
+        kept = {at * len(of_test) // keep for at in range(keep)}
+        for at, item in enumerate(of_test):
+            if at not in kept:
+                item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

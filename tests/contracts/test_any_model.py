@@ -42,6 +42,7 @@ def joined(parts: list[dict[str, Any]], key: str, output: str) -> torch.Tensor:
     return torch.cat([part[key][output].values for part in parts])
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("way", STRATEGIES)
 @pytest.mark.parametrize(
     "key", [*((name, "lm") for name in FAMILIES), ("gpt2", "value"), ("mixtral", "value")], ids="-".join

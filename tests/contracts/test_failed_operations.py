@@ -58,6 +58,7 @@ def test_a_pass_that_fails_on_all_ranks_leaves_nothing(processes, models, case):
         assert {place: text for place, text in SAID.items() if text not in rank["errors"][place]} == {}, rank["errors"]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("case", "places"),
     [

@@ -82,6 +82,7 @@ def oracle(models) -> list[tuple[float, dict[str, torch.Tensor], dict[str, torch
     return found
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", CASES)
 def test_distillation_is_that_of_a_loop_in_float64(processes, models, oracle, name):
     strategy, sizes = CASES[name]

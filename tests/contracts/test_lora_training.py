@@ -120,6 +120,7 @@ def lora(start: Path | None, **more: Any) -> LoRA:
     return LoRA(**({"rank": RANK, "alpha": ALPHA, "targets": TARGETS, "start": start and str(start)} | more))
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("name", "kind"), [("fsdp-4", "sgd"), ("megatron-t2-sequence", "sgd"), *((name, "adam") for name in CASES)]
 )

@@ -33,7 +33,13 @@ OF_EXPERTS = {
     "d3-ep3-recompute": Megatron(dp=3, ep=3, recompute=True),
     "t2-d2-ep2": Megatron(tp=2, dp=2, ep=2),
 }
-CASES = [(name, grid) for name in MEGATRON for grid in (OF_EXPERTS if name in EXPERTS else GRIDS)]
+CASES = [
+    pytest.param(name, grid, marks=[] if at in (i % len(grids), (i + 4) % len(grids)) else pytest.mark.slow)
+    for i, name in enumerate(MEGATRON)
+    for grids in (OF_EXPERTS if name in EXPERTS else GRIDS,)
+    for at, grid in enumerate(grids)
+]
+"""`make test` runs two grids of each family, each time others."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +103,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(("name", "strategy"), SHARED, ids=str)
 def test_ranks_share_the_tokens_of_their_rows(processes, oracle, tmp_path, name, strategy):
     """A packed row is cut anywhere, across rows too."""
@@ -126,6 +133,7 @@ REPLAYS = {
 }
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize(
     ("name", "way"),
     [

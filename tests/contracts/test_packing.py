@@ -28,6 +28,7 @@ STRATEGIES: dict[str, tuple[int, Any, dict[str, Any], list[tuple[str, str]]]] = 
 }
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("case", STRATEGIES)
 def test_packed_micro_batches_compute_what_padded_ones_do(processes, models, case):
     size, kind, settings, names = STRATEGIES[case]

@@ -73,12 +73,14 @@ def run_updates(processes: Any, case: Case, path: Any, head: str, optimizer: Any
     return processes.run(count(sizes), tasks.updates, *args)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_those_of_transformers(processes, models, expected, name):
     strategy, sizes = CASES[name]
     assert_outputs(processes, strategy, sizes, fitting(models, name, sizes), expected)
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name in CASES for kind in OPTIMIZERS if name in NAMED or kind == "adam"]
 )
@@ -169,6 +171,7 @@ def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothin
     assert all(same for _, _, same in found)
 
 
+@pytest.mark.thinned(5)
 @pairs
 @pytest.mark.parametrize("name", FEW)
 def test_a_step_in_parts_is_the_step_in_one_go(processes, models, name, dtype, optimizer):
@@ -184,6 +187,7 @@ def test_a_skipped_step_yields_every_part_and_changes_nothing(processes, models,
     assert all(processes.run(4, state_tasks.skipped_in_parts, *args))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "more", "optimizer", "key"),
     [
@@ -222,6 +226,7 @@ def test_memory_of_layers_is_released_and_comes_back(processes, models, name, dt
     processes.run(4, state_tasks.released_and_restored, *args)
 
 
+@pytest.mark.thinned(4)
 @pairs
 @pytest.mark.parametrize("name", FEW)
 def test_only_what_changed_is_copied_to_host_memory(processes, models, name, dtype, optimizer):

@@ -67,6 +67,7 @@ def test_a_rank_holds_what_the_table_says(processes, path, name):
         assert max(held) <= share * whole_bytes * 1.05, f"{what}: {held} bytes, the model has {whole_bytes}"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strategy", [FSDP(), FSDP(tp=2), FSDP(replicate=2), ZeRO(stage=3)], ids=str)
 def test_no_rank_ever_holds_the_whole_model(processes, tmp_path, strategy):
     """A rank has its part, and for a moment what it reads of a tensor, or the layer that it computes and the next."""
@@ -102,6 +103,7 @@ CIRCLE = [
 ]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [(ADAM, "float32"), (MOMENTUM, "bfloat16")], ids=["adam-float32", "sgd-bfloat16"]
 )

@@ -50,6 +50,7 @@ def equal(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(equal, a, b)) if isinstance(a, list | tuple) else a == b
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", STRATEGIES)
 def test_shared_updates_equal_serial_ones(processes: RankProcesses, paths: dict[str, Path], layout: str):
     found = processes.run(4, tasks.both, processes.name(), STRATEGIES[layout], paths, 4)
@@ -93,6 +94,7 @@ def test_a_loss_that_raises_leaves_both_models_unstepped(processes: RankProcesse
             assert equal(rank["before"][head], parameters)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("fails", "layout", "part", "ranks", "micro"),
     [

@@ -64,6 +64,7 @@ def assert_megatron_outputs(
     assert_outputs(processes, megatron(sizes, **settings), sizes, fitting, expected)
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
 def test_outputs_are_those_of_transformers(processes, models, expected, sizes):
     assert_megatron_outputs(processes, models, expected, sizes)
@@ -234,6 +235,7 @@ def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothin
     assert all(same for _, _, same in found)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("sizes", "kind", "dtype", "key"),
     [

@@ -244,6 +244,7 @@ def trained(actor: hf.WorkerGroup, seeds: range) -> list[float]:
     return [actor.update_actor(row, minibatches=2).get()["actor/grad_norm"] for row in rows]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "way", [*WAYS, ("lora-fsdp", "lora-p2t2", "lora-t2d2"), ("lora-t2d2", "lora-fsdp", "lora-p2t2")]
 )
@@ -466,6 +467,7 @@ for _ in checkpoints.resume(hf.PromptLoader([{"prompt": "abc"}] * 4, batch_size=
 """
 
 
+@pytest.mark.slow
 def test_a_session_that_is_open_at_the_end_keeps_its_lock_until_it_is_closed(tmp_path):
     directory = tmp_path / "checkpoints"
     done = subprocess.run([sys.executable, "-c", OPEN, str(directory)], capture_output=True, text=True, timeout=120)

@@ -211,7 +211,8 @@ def drivers(tmp_path_factory) -> Iterator[dict[str, Driver]]:
         driver.output.close()
 
 
-@pytest.mark.parametrize("end", ["return", "error", "interrupt", "kill"])
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("end", ["kill", "error", "return", "interrupt"])
 def test_nothing_is_left_of_a_driver(drivers, end):
     """It returns, raises, is interrupted by Ctrl-C while its hosts are busy, or is killed."""
     driver = drivers[end]
@@ -391,6 +392,7 @@ def test_a_driver_is_a_guest_on_an_existing_cluster(existing_cluster, tmp_path):
     assert head.poll() is None
 
 
+@pytest.mark.slow
 def test_a_cluster_is_examined_and_left_as_it_was(existing_cluster, tmp_path):
     address, head = existing_cluster
     command = [sys.executable, "-m", "hybridflow", "doctor", "--cluster", "--shared", str(tmp_path)]

@@ -100,6 +100,7 @@ def test_a_run_with_tools_that_are_not_called_is_plain_generation(rollout, promp
     assert found["response_ids"].tolist() == plain["response_ids"].tolist()
 
 
+@pytest.mark.thinned(1)
 def test_failures_of_an_environment(rollout, prompts):
     found = rollout.generate_sequences(prompts, environment=Broken).get()
     (reason,) = set(found["environment_failure"])
@@ -112,6 +113,7 @@ def test_failures_of_an_environment(rollout, prompts):
     assert rollout.generate_sequences(prompts, environment=Echo).get()["stop"] == ["done"] * 6
 
 
+@pytest.mark.thinned(1)
 def test_two_agents_keep_their_processes_between_calls(rollout, encoded):
     calls = [rollout.run(encoded, solve, n=1).get() for solve in (where, elsewhere, where, elsewhere)]
     first, second, again, last = ({one["process"] for one in call["environment_metrics"]} for call in calls)

@@ -43,6 +43,7 @@ CASES = [("qwen2_moe", 1, 2), ("mixtral", 1, 2), ("qwen3_moe", 2, 2), ("qwen3_mo
 CASES += [pytest.param(family, 1, 2, marks=pytest.mark.slow) for family in ("olmoe", "glm4_moe")]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("family", "pp", "tp"), CASES)
 def test_experts_lie_whole_on_ranks(ranks, tmp_path, family, pp, tp) -> None:
     one, other = (make(tmp_path / f"{seed}", family, seed) for seed in (1, 2))
@@ -87,6 +88,7 @@ def chosen_experts(directory: Path, ids: list[int]) -> torch.Tensor:
 CAPTURES = [(1, 1, False), (1, 2, True), (2, 1, False), pytest.param(2, 2, True, marks=pytest.mark.slow)]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("pp", "tp", "parallel"), CAPTURES)
 def test_captured_experts_are_those_that_transformers_chooses(ranks, tmp_path, pp, tp, parallel) -> None:
     """In order, for prompts from the prefix cache and earlier turns too, and after other weights were written."""

@@ -119,6 +119,7 @@ def test_the_notebook_runs_twice_with_an_error_and_an_interrupt_between(kernel, 
         assert "pending" in kernel.run("actor.generate_sequences(batch[:4])").data[-1]["text/html"]
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_moment_leave_groups_usable(kernel):
     """Interrupts in quick succession, also while calls are being issued."""
     setup = "two = hf.ResourcePool([1])\nother = hf.ActorWorker.on(two, model=files.model, train=hf.Megatron())"

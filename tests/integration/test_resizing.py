@@ -74,6 +74,7 @@ def bytes_of(group: hf.WorkerGroup) -> dict[int, list[int]]:
     return {size: group.session.backend.ask(ranks, "state_bytes") for size, ranks in everyone.items()}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_in_changing_sizes_is_training(name, actors, pool):
     """1 -> 2 -> 4 -> 1 between mini-batches, and once more: then nothing is built."""

@@ -98,6 +98,7 @@ def stacks_of(error: BaseException) -> str:
     return Path(path).read_text()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
 def test_a_stopped_rank_is_named_by_errors_and_on_the_console(pool, place, batch, rank, monkeypatch, caplog):
     trainer = place(Trainer, pool, name="trainer")

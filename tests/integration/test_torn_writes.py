@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from hybridflow.engines.checkpoint.manifest import SavedGroup, leftovers, saved_steps, step_of
@@ -158,6 +159,7 @@ def kill_often(root: Path) -> str:
     return f"{KILLS} kills: {interrupted} inside a save, {len(seen)} checkpoints seen, the last of step {newest}"
 
 
+@pytest.mark.slow
 def test_fifty_of_fifty_kills_leave_checkpoints_of_one_step(tmp_path):
     command = [sys.executable, "-m", "tests.integration.test_torn_writes", tmp_path / "checkpoints"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=280, check=False)

@@ -66,6 +66,7 @@ def test_random_pairs_arrive_bit_by_bit_at_the_smallest_cost_within_the_memory_b
     assert sum(rank["pairs"]["relayed"] for rank in seen) > 50
 
 
+@pytest.mark.slow
 def test_memory_comes_and_goes_for_twenty_cycles_without_growth(seen):
     assert [rank["cycles"] for rank in seen] == [{"equal": True, "released": True, "flat": True}] * RANKS
 

@@ -94,6 +94,7 @@ def _check_greedy(model: Any, rows: list) -> None:
         assert token_ids == _logits(model, prompt, token_ids).argmax(-1).tolist()
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_greedy_tokens_and_log_probs_equal_hugging_face(results, models, name) -> None:
     for out in results[name].values():

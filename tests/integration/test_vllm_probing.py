@@ -80,6 +80,7 @@ def test_known_families_are_found_as_they_are_known(ranks, directories, family, 
     assert all(ranks.run(p * t, same_regions, ranks.name(), directories[family], p, t))
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(("family", "t"), [*product(OTHERS, (1, 2)), *product(requirements._ON_TRANSFORMERS, (2,))])
 def test_other_models_generate_what_transformers_computes(ranks, directories, family, t) -> None:
     found = ranks.run(t, generated, ranks.name(), directories[family], 1, t)

@@ -120,6 +120,7 @@ def stored(batch: hf.Batch, group: hf.WorkerGroup) -> hf.BatchRef:
 # The actor: generation and training of one model
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_generation_has_the_weights_of_every_update(observe, name):
     """vLLM's log-probabilities of what it drew against training's, after each of three updates that really moved."""

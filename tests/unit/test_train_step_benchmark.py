@@ -59,6 +59,7 @@ def test_peaks_are_those_of_known_devices():
     assert train_step.peak_flops("cpu", "bfloat16") is None
 
 
+@pytest.mark.slow
 def test_it_runs_without_ray_vllm_and_megatron():
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", ABSENT, "--device", "cpu", *ROWS]

@@ -32,6 +32,7 @@ def held(layout: Layout, rank: int) -> int:
     return sum(region.box.numel for region in layout.regions(rank))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("node", [None, 8])
 @pytest.mark.parametrize("rank", [0, 517, 1023])
 def test_training_16_8_8_to_generation_1_8(rank, node):

@@ -133,6 +133,7 @@ def test_textarena(checkpoint):
     assert found[0].trajectory.rows[0].token_ids == found[1].trajectory.rows[0].token_ids
 
 
+@pytest.mark.slow
 def test_reasoning_gym(checkpoint):
     import reasoning_gym
 
@@ -159,6 +160,7 @@ def test_skyrl_gym(checkpoint):
     ]
 
 
+@pytest.mark.slow
 def test_an_mcp_server(checkpoint, tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     tools = environments.mcp([sys.executable, str(tmp_path / "server.py")])
