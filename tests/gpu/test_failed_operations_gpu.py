@@ -55,7 +55,8 @@ def test_a_pass_that_runs_out_of_memory_leaves_nothing(world, path, name):
     settled = max(found["settled"]) - min(found["settled"])  # Megatron: 3 KiB; one activation has 11
     assert settled < 1 << 12, "activations of a failed pass stay after the next update"
     # a model keeps positions and rotary factors of its last micro-batch, whichever that was
-    assert max(found["left"]) - min(found["left"]) < 1 << 15, "activations of a failed pass stay"
+    left = found["left"][1:]  # the first ran out before it had any
+    assert max(left) - min(left) < 1 << 15, "activations of a failed pass stay"
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero-2", "megatron"])
