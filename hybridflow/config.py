@@ -26,7 +26,7 @@ from hybridflow.settings import (
     require,
     settings,
 )
-from hybridflow.topology import RankGrid, data_parallel
+from hybridflow.topology import RankGrid, data_parallel, divisors
 
 DType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -196,7 +196,9 @@ class FSDP:
 
     Parameters, gradients and optimizer state are sharded over the `dp` data parallel ranks (default: all of the pool);
     a decoder layer is gathered while it computes. `replicate` > 1 is HSDP: that number of copies, each sharded over
-    dp / replicate ranks. `tp` first shards every layer by tensor parallelism (rank = d * tp + t).
+    dp / replicate ranks. `tp` first shards every layer by tensor parallelism (rank = d * tp + t). `ep` neighbouring
+    ranks share a mixture of experts: tokens travel to the rank that has theirs, whose parameters only ranks with the
+    same experts gather.
 
     `dtype` is the compute dtype: None means bfloat16 on CUDA and float32 on CPU. Trained parameters are always stored
     in float32. `micro_tokens` and `packed` are as for `Megatron`. Gradients of the micro-batches of a mini-batch are
@@ -215,6 +217,7 @@ class FSDP:
     replicate: Size = 1
     tp: Size = 1
     cp: Size = 1
+    ep: Size = 1
     dtype: DType | None = None
     micro_tokens: Size = 16384
     packed: bool = True
@@ -232,11 +235,21 @@ class FSDP:
             f"FSDP(tp={self.tp}, lora=...): adapters are not cut by tensor parallelism. Use tp=1: a frozen model needs "
             f"neither gradients nor optimizer state, and more dp ranks cut it as well. Or use hf.Megatron(tp=...).",
         )
+        require(
+            self.ep == 1 or self.tp == 1,
+            f"FSDP(tp={self.tp}, ep={self.ep}): tensor parallelism does not cut mixtures of experts here. Use tp=1, or "
+            f"hf.Megatron(tp={self.tp}, ep={self.ep}).",
+        )
 
     def grid(self, devices: int) -> RankGrid:
         dp = data_parallel(self, {"tp": self.tp, "cp": self.cp}, self.dp, devices, self.replicate)
         self._check_replicate(dp * self.cp)
-        return RankGrid(t=self.tp, d=dp * self.cp)
+        if (shard := dp * self.cp // self.replicate) % self.ep:
+            raise PlacementError(
+                f"FSDP(ep={self.ep}): experts are shared by ranks of one copy of the model, of which dp={dp}, "
+                f"cp={self.cp} and replicate={self.replicate} make {shard}. Use ep in {divisors(shard)}."
+            )
+        return RankGrid(t=self.tp, d=dp * self.cp, ep=self.ep)
 
     def _check_replicate(self, dp: int) -> None:
         if dp % self.replicate:

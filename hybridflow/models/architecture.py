@@ -382,7 +382,7 @@ def _read(spec: Any) -> Architecture:
         family=family,
         head=spec.head,
         hidden=spec.hidden,
-        intermediate=config.intermediate_size,
+        intermediate=getattr(config, "intermediate_size", 0) or config.moe_intermediate_size,  # without dense layers
         layers=spec.layers,
         heads=spec.heads,
         kv_heads=spec.kv_heads,

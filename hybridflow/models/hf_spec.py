@@ -23,6 +23,7 @@ from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Head, ModelSpec, Part
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SCORE = "score.weight"
@@ -36,8 +37,9 @@ class TransformersSpec:
 
     `parts`: by name the parameters of transformers' model that are no canonical tensor of the same name. `decoder` is
     the name of the model without its head, `layer_list` that of its layers (`model.layers`). `linear` are the weights
-    of layers that can have adapters, `zeros` the vectors, besides biases, that begin as zero, `constants` those that no
-    gradient changes (buffers, float32). With `learned_positions` no row may be longer than `context`.
+    of layers that can have adapters, `experts` the parameters whose first dimension counts experts, `zeros` the
+    vectors, besides biases, that begin as zero, `constants` those that no gradient changes (buffers, float32). With
+    `learned_positions` no row may be longer than `context`.
     """
 
     config: Mapping[str, Any]
@@ -55,6 +57,7 @@ class TransformersSpec:
     layer_list: str
     cost: Cost = field(repr=False)
     linear: frozenset[str] = field(repr=False)
+    experts: frozenset[str] = field(repr=False)
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     parts: Mapping[str, Part] = field(repr=False)
     zeros: frozenset[str] = field(repr=False)
@@ -145,6 +148,9 @@ def _read(text: str, head: Head) -> TransformersSpec:
         layer_list=layer_list,
         cost=_cost(model, layer_list, 1 if head == "value" else vocab, hidden, heads),
         linear=frozenset(piece for name in linear for piece in pieces.get(name, {})),
+        experts=frozenset(
+            f"{at}.{name}" for at, module in expert_modules(model).items() for name in dict(module.named_parameters())
+        ),
         shapes={name: shape for found in pieces.values() for name, shape in found.items()} | constants,
         parts={
             name: Part(tuple(model.get_parameter(name).shape), tuple(found))
@@ -223,6 +229,11 @@ def decoder_layers(model: PreTrainedModel) -> str:
     whole = set(getattr(model, "_no_split_modules", None) or ())
     found = {n: m for n, m in lists.items() if {type(layer).__name__ for layer in m} <= whole} or lists
     return max(found, key=lambda name: len(found[name]), default="")
+
+
+def expert_modules(model: Module) -> dict[str, Any]:
+    """The modules of a transformers model that are called with rows, and the experts of each row with their weights."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
 
 
 def checkpoint_pieces(model: PreTrainedModel, family: str) -> dict[str, dict[str, tuple[int, ...]]]:

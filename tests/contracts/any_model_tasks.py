@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
@@ -15,115 +15,12 @@ from hybridflow.config import SGD
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.checkpoint.reader import Checkpoint, read_boxes
 from hybridflow.engines.checkpoint.writer import save_checkpoint
-from hybridflow.models.hf_spec import read_spec
 from tests.contracts.engine_tasks import boxes, build, share
-from tests.contracts.example_models import VOCABULARY, load_model, loss_of, make_batch, totals_of
+from tests.contracts.example_models import load_model, loss_of, make_batch, totals_of
+from tests.contracts.family_cases import config
 from tests.contracts.rank_processes import World
 
-LR, UPDATES = 0.05, 2
-_OLD: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None}
-_SIZES = _OLD | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_labels": 1}
-_NEW = _SIZES | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
-_TWO = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, **_TWO},
-    "gemma3": {"model_type": "gemma3_text", **_TWO},
-    "gpt2": {"model_type": "gpt2"},  # dropout, transposed matrices, positions that are learned
-    "gpt_neox": {"model_type": "gpt_neox", "tie_word_embeddings": False},
-    "phi3": {"model_type": "phi3"},
-    "olmo2": {"model_type": "olmo2"},
-    "granite": {"model_type": "granite", "logits_scaling": 3.0, "embedding_multiplier": 2.0},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
-    "bloom": {"model_type": "bloom"},  # attends by distance, in a way of its own: rows cannot be packed
-}
-
-
-_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 5}
-_OF_QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_OF_GLM = {
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "head_dim": 4,
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
-MEGATRON: dict[str, dict[str, Any]] = {
-    "gemma": {"model_type": "gemma"},
-    "gemma2-more": {**FAMILIES["gemma2"], "query_pre_attn_scalar": 11},
-    "gemma3-scaled": {
-        **FAMILIES["gemma3"],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
-        },
-    },
-    "vaultgemma": {"model_type": "vaultgemma", **_TWO},
-    "phi3-window": {"model_type": "phi3", "sliding_window": 6},
-    "olmo2-again": {"model_type": "olmo2"},
-    "olmo3": {"model_type": "olmo3", **_FULL},
-    "glm": {"model_type": "glm", "attention_bias": True},
-    "glm4": {"model_type": "glm4", "attention_bias": True},
-    "helium": {"model_type": "helium"},
-    "granite-more": {
-        **FAMILIES["granite"],
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.4,
-    },
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
-    "seed_oss": {"model_type": "seed_oss"},
-    "exaone4": {"model_type": "exaone4", **_FULL},
-    "cwm": {"model_type": "cwm", **_FULL},
-    "ernie4_5": {"model_type": "ernie4_5"},
-    "llama-yarn": {
-        "model_type": "llama",
-        "rope_parameters": _YARN,
-    },
-    "qwen2-windows": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5},
-    "qwen2_moe": {"model_type": "qwen2_moe", **_OF_QWEN, "shared_expert_intermediate_size": 32},
-    "qwen3_moe": {"model_type": "qwen3_moe", **_OF_QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]},
-    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
-    "mixtral-6": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
-    "glm4_moe": {"model_type": "glm4_moe", **_OF_GLM, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
-    "solar_open": {"model_type": "solar_open", **_OF_GLM},
-    "deepseek_v2": {
-        "model_type": "deepseek_v2",
-        **_LATENT,
-        **_OF_GLM,
-        "q_lora_rank": None,
-        "topk_method": "group_limited_greedy",
-        "first_k_dense_replace": 1,
-    },
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        **_LATENT,
-        **_OF_GLM,
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
-        "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
-    },
-    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_LATENT, **_OF_GLM, "rope_interleave": False},
-    "youtu": {"model_type": "youtu", **_LATENT, "num_key_value_heads": 4},
-}
-"""On Megatron, beside the four families of ModelSpec."""
-OTHERS: dict[str, dict[str, Any]] = {
-    "rwkv": {"model_type": "rwkv", "attention_hidden_size": 32},  # a row of one token has no gradient of its decay
-}
-
-
-def config(name: str, **sizes: int) -> PreTrainedConfig:
-    given = _SIZES if name in ("gpt2", "bloom") else _NEW
-    return AutoConfig.for_model(**(given | (FAMILIES | MEGATRON | OTHERS)[name] | sizes))
+LR, UPDATES = 0.05, 3
 
 
 def make(name: str, head: str, path: Path, **sizes: int) -> Path:
@@ -178,8 +75,7 @@ def trained(
     world: World, names: list[str], strategy: Any, path: Path, head: str, target: Path, size: int = 2
 ) -> dict[str, Any]:
     """The same on this rank; what was trained is saved in `target`, and read again by another engine."""
-    spec = read_spec(path, head)  # type: ignore[arg-type]
-    engine = build(world, names[0], strategy, size, path, head, SGD(lr=LR, clip_grad=0.0), spec)
+    engine = build(world, names[0], strategy, size, path, head, SGD(lr=LR, clip_grad=0.0))
     loss, outputs = loss_of(head), ("values",) if head == "value" else ("log_probs", "entropy")
     rows = share(make_batch(), engine.grid, world.rank)
     found: dict[str, Any] = {"outputs": engine.forward(rows, outputs), "norms": []}
@@ -191,7 +87,7 @@ def trained(
     found["after"] = engine.forward(rows, outputs)
     found["bytes"] = engine.memory().total_bytes
     engine.close()
-    again = build(world, names[1], strategy, size, target, head, None, read_spec(target, head))  # type: ignore[arg-type]
+    again = build(world, names[1], strategy, size, target, head)
     found["again"] = again.forward(rows, outputs)
     found["boxes"] = boxes(again, again.storage())
     again.close()
@@ -200,7 +96,7 @@ def trained(
 
 def norms(world: World, name: str, strategy: Any, path: Path) -> list[float]:
     """Of the first gradients."""
-    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm"))
+    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0))
     loss = loss_of("lm")
     engine.forward_backward(share(make_batch(), engine.grid, world.rank), loss, loss.outputs)
     return [engine.step()["grad_norm"]]
@@ -208,7 +104,7 @@ def norms(world: World, name: str, strategy: Any, path: Path) -> list[float]:
 
 def norms_of_one(world: World, name: str, strategy: Any, path: Path) -> list[float]:
     """Of the gradients of one rank's rows; the others have none."""
-    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm"))
+    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0))
     loss, found = loss_of("lm"), []
     for seed in range(UPDATES):
         batch = make_batch(seed=seed)
@@ -219,7 +115,7 @@ def norms_of_one(world: World, name: str, strategy: Any, path: Path) -> list[flo
 
 def loaded(world: World, name: str, strategy: Any, path: Path, infers: bool = False) -> list:
     """What this rank has read."""
-    engine = build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm"))
+    engine = build(world, name, strategy, 2, path)
     if infers:
         engine.forward(make_batch(seed=0), ("log_probs",))
     return boxes(engine, engine.storage())
@@ -227,7 +123,7 @@ def loaded(world: World, name: str, strategy: Any, path: Path, infers: bool = Fa
 
 def held(world: World, name: str, strategy: Any, path: Path) -> int:
     """Bytes of this rank's parameters."""
-    return build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm")).memory().total_bytes
+    return build(world, name, strategy, 2, path).memory().total_bytes
 
 
 def tensors(path: Path, names: Any) -> dict[str, Tensor]:
@@ -289,7 +185,7 @@ def replayed(path: Path, batch: Batch) -> dict[str, Any]:
 
 def replays(world: World, name: str, strategy: Any, path: Path, size: int, batch: Batch) -> dict[str, Any]:
     """The same of an engine."""
-    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm"))
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0))
     engine.replay_routing()
     rows = share(batch, engine.grid, world.rank)
     loss, found = loss_of("lm"), {"outputs": engine.forward(rows, ("log_probs",))}
@@ -300,7 +196,7 @@ def replays(world: World, name: str, strategy: Any, path: Path, size: int, batch
 
 def activation_bytes(world: World, name: str, strategy: Any, path: Path, size: int, batch: Batch) -> int:
     """Bytes that the backward pass of a mini-batch finds, beside parameters."""
-    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR), read_spec(path, "lm"))
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR))
     loss, kept = loss_of("lm"), {tensor.untyped_storage().data_ptr() for tensor in engine.storage().values()}
     found: dict[int, int] = {}
 
@@ -317,7 +213,7 @@ def activation_bytes(world: World, name: str, strategy: Any, path: Path, size: i
 
 def bias_after(world: World, name: str, strategy: Any, path: Path, size: int, target: Path) -> dict[str, Any]:
     """The router biases of a rank before an update and after it, in float32 main parameters, and what is saved."""
-    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, momentum=0.9), read_spec(path, "lm"))
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, momentum=0.9))
     loss, found = loss_of("lm"), {"before": {n: t.clone() for n, t in engine.storage().items() if n.endswith(".bias")}}
     for seed in range(UPDATES):
         rows = share(make_batch(seed=seed), engine.grid, world.rank)

@@ -4,13 +4,15 @@ what transformers in one process says about the models of those files."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.contracts import any_model_tasks
 from tests.contracts.example_models import (
     FAMILIES,
     Oracle,
@@ -46,6 +48,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pa
     directory = tmp_path_factory.mktemp("models")
     wanted = [(name, "lm") for name in FAMILIES] + [("llama", "value"), ("qwen2", "value"), ("thirds", "value")]
     return {(name, head): make_model(name, directory, head) for name, head in wanted}
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, dict[str, Any]]]:
+    """The model of `family_cases` with this name and head, made once, and what plain PyTorch makes of it."""
+    directory = tmp_path_factory.mktemp("families")
+
+    @cache
+    def of(name: str, head: str = "lm") -> tuple[Path, dict[str, Any]]:
+        path = any_model_tasks.make(name, head, directory / f"{name}-{head}")
+        return path, any_model_tasks.expected(path, head)
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.errors import CheckpointError
+from hybridflow.models.hf_spec import read_spec
 from hybridflow.topology import RankGrid
-from tests.contracts.example_models import loss_of, make_batch, spec_of
+from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World
 
 
@@ -42,7 +43,7 @@ def build(
     It computes in float32 unless the strategy names a dtype: as on the CPU, so on CUDA."""
     strategy = replace(strategy, dtype=strategy.dtype or "float32")
     context = world.context(name, strategy.grid(size), role="critic" if head == "value" else "actor", kept=kept)
-    spec = spec or spec_of(path, head)  # type: ignore[arg-type]
+    spec = spec or read_spec(path, head)  # type: ignore[arg-type]
     world.engines.append(build_engine(context, strategy, spec, path, optimizer))
     return world.engines[-1]
 

@@ -18,6 +18,13 @@ from tests.contracts.rank_processes import World, threads
 from tests.contracts.state_tasks import update
 
 
+def shapes_of_experts(world: World, name: str, strategy: Any, size: int, path: Path) -> list[tuple[int, ...]]:
+    """Of the parameters of experts, as the engine gathers them."""
+    engine = build(world, name, strategy, size, path)
+    named = engine._shards.model.named_parameters()
+    return [tuple(parameter.shape) for name, parameter in named if ".experts." in name]
+
+
 def bytes_held(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, int]:
     """Bytes of memory that this rank has between a backward pass and its step, and after the step."""
     engine = build(world, name, strategy, size, path, "lm", optimizer)

@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hybridflow.errors import ModelError
 from hybridflow.models.families import check_causal, is_packable
 from hybridflow.models.hf_spec import hf_config, make_model
-from tests.contracts import any_model_tasks as tasks
+from tests.contracts import family_cases as tasks
 from tests.contracts.family_probes import can_be_packed, sees_later
 
 SOME = ["bert", "gpt_neox", "llama", "qwen3_moe", "roformer", "xlnet"]  # the others take minutes

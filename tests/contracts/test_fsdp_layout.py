@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,14 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from hybridflow.config import FSDP, Megatron, ZeRO
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan import plan
-from hybridflow.engines.fsdp.layout import fsdp_layout
+from hybridflow.engines.fsdp.layout import check, fsdp_layout
 from hybridflow.engines.fsdp.sharded import make_mesh
+from hybridflow.engines.train_backends import backend
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.errors import LayoutError
+from hybridflow.errors import ConfigError, LayoutError, ModelError, PlacementError
+from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
+from tests.contracts.family_cases import config
 from tests.contracts.rank_processes import World
 from tests.fsdp_models import wrap
 
@@ -239,6 +244,66 @@ def test_a_plan_to_vllm_moves_what_is_needed_and_not_held(mesh, t_g):
     for rank in range(8):
         held, wanted = _elements(source, rank), _elements(destination, rank)
         assert received[rank] == len(wanted - held)
+
+
+MOE = TransformersSpec.of(config("qwen3_moe"))
+CUTS = [FSDP(ep=2, dp=12), FSDP(ep=3, dp=12), FSDP(ep=6, dp=12), FSDP(ep=3, dp=12, replicate=2), FSDP(ep=2, cp=4, dp=3)]
+OTHERS = [FSDP(dp=12), ZeRO(stage=2, dp=12), Megatron(tp=2, dp=6, ep=6), Megatron(pp=3, dp=4, ep=2, etp=2), *CUTS]
+
+
+def cut(strategy: Any) -> Layout:
+    return backend(strategy, "layout").weights_layout(strategy, MOE, strategy.grid(12))
+
+
+@pytest.mark.parametrize("strategy", CUTS, ids=str)
+def test_ranks_that_share_experts_have_whole_ones_once_per_copy(strategy):
+    layout, held = cut(strategy), dict.fromkeys(MOE.tensors(), 0)
+    assert layout.part is not None
+    for rank in range(12):
+        at = strategy.grid(12).experts.coords(rank)
+        for region in layout.regions(rank):
+            held[region.box.tensor] += region.box.numel
+            if (found := re.search(r"\.experts\.(\d+)\.", region.box.tensor)) is not None:
+                assert region.box.shape == MOE.tensors()[region.box.tensor]
+                assert int(found[1]) // (6 // strategy.ep) == at.ep
+        for other in range(12):
+            assert (layout.part(rank) == layout.part(other)) == (layout.regions(rank) == layout.regions(other))
+    assert held == {name: strategy.replicate * math.prod(shape) for name, shape in MOE.tensors().items()}
+
+
+@pytest.mark.parametrize("one", CUTS, ids=str)
+def test_plans_of_shared_experts_move_what_is_needed_and_not_held(one):
+    for other in OTHERS:
+        for source, destination in ((cut(one), cut(other)), (cut(other), cut(one))):
+            received = [0] * 12
+            for move in plan(source, destination).moves:
+                received[move.destination] += 0 if move.local else move.box.numel
+            for rank in range(12):
+                assert received[rank] == len(_elements(destination, rank) - _elements(source, rank))
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "says"),
+    [
+        ("qwen3_moe", FSDP(ep=4), "6 experts, not divisible by ep=4. Use ep in .1, 2, 3, 6"),
+        ("qwen3_moe", FSDP(ep=12), "6 experts, not divisible by ep=12"),
+        ("gemma2", FSDP(ep=2), "gemma2 model without experts: ep=2 has nothing to share"),
+    ],
+)
+def test_experts_that_cannot_be_shared_are_refused(family, strategy, says):
+    with pytest.raises(ModelError, match=says):
+        check(strategy, TransformersSpec.of(config(family)), strategy.grid(12))
+
+
+def test_sizes_that_share_no_experts_are_refused():
+    with pytest.raises(ConfigError, match=r"FSDP\(tp=2, ep=2\).*hf.Megatron\(tp=2, ep=2\)"):
+        FSDP(tp=2, ep=2)
+    with pytest.raises(PlacementError, match=r"FSDP\(ep=3\).*make 4. Use ep in \[1, 2, 4\]"):
+        FSDP(ep=3).grid(4)
+    with pytest.raises(PlacementError, match=r"replicate=2 make 2. Use ep in \[1, 2\]"):
+        FSDP(ep=4, replicate=2).grid(4)
+    with pytest.raises(PlacementError, match=r"a grid of its own.*ep=2"):
+        check(FSDP(ep=2), MOE, RankGrid(d=4))
 
 
 def _elements(layout: Layout, rank: int) -> set[tuple[str, int]]:

@@ -95,11 +95,11 @@ def merged(weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dic
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_adapters_of_decoders_with_experts(processes, tmp_path, name):
+@pytest.mark.parametrize(("name", "ep"), [*((name, 1) for name in FAMILIES), ("qwen3_moe", 2)])
+def test_adapters_of_decoders_with_experts(processes, tmp_path, name, ep):
     path, adapters = make(name, tmp_path)
     lora = LoRA(rank=RANK, alpha=ALPHA, start=str(adapters))
-    strategy = FSDP(lora=lora, micro_tokens=40)
+    strategy = FSDP(lora=lora, ep=ep, micro_tokens=40)
     spec = read_spec(path, "lm")
     assert len(modules(spec, lora)) == LINEAR[name]
     save = tmp_path / "save"

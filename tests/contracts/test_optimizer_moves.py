@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hybridflow.config import SGD, Adam, Megatron
 from hybridflow.engines.megatron.layout import megatron_layout, stages, state_layout, units
 from hybridflow.engines.units import step_groups
+from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts import state_tasks as tasks
@@ -110,7 +111,7 @@ def test_training_goes_on_in_another_layout(processes, path, optimizer, dtype):
 def check_moves(found: list[Any], path: Path, optimizer: Any, tolerance: float, compared: int) -> None:
     """Of `tasks.moving`: state is bit-equal after each move, and the first updates measured what those of the run that
     never moved did."""
-    shapes = spec_of(path).tensors()
+    shapes = read_spec(path, "lm").tensors()
     kinds = ("main", "exp_avg", "exp_avg_sq") if optimizer == ADAM else ("main", "momentum_buffer")
     for i in range(len(found[0]["after"])):
         for kind in kinds:

@@ -118,6 +118,28 @@ def test_training_goes_on_in_another_backend(processes, path, optimizer, dtype):
     check_moves(found, path, optimizer, *((5e-5, len(CIRCLE)) if dtype == "float32" else (0.05, 4)))
 
 
+def test_experts_move_between_ranks_that_share_them_otherwise(processes, family):
+    path, _ = family("qwen3_moe")
+    cuts = [
+        FSDP(ep=2),
+        Megatron(tp=2, ep=2),
+        FSDP(),
+        FSDP(ep=2, replicate=2),
+        Megatron(ep=2, etp=2, dp=4),
+        ZeRO(stage=2),
+    ]
+    found = processes.run(4, state_tasks.moving, processes.name(), [replace(c, **SMALL) for c in cuts], path, ADAM)
+    check_moves(found, path, ADAM, 5e-5, len(cuts))
+
+
+def test_a_rank_gathers_its_experts_only(processes, family):
+    """Every layer has six, of which the engine of a rank never has more than three."""
+    path, _ = family("qwen3_moe")
+    for shapes in processes.run(4, tasks.shapes_of_experts, processes.name(), FSDP(ep=2), 4, path):
+        assert len(shapes) == 2 * 2
+        assert {shape[0] for shape in shapes} == {3}
+
+
 @pytest.mark.parametrize(
     "strategies",
     [

@@ -5,6 +5,8 @@ Sizes are its (p, t, d).
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD, Adam, TrainStrategy
+from hybridflow.models.hf_spec import Decoder, read_spec
+from hybridflow.models.spec import Head
+from tests.contracts import any_model_tasks, state_tasks
 from tests.contracts import engine_tasks as tasks
-from tests.contracts import state_tasks
-from tests.contracts.example_models import relative, spec_of
+from tests.contracts.example_models import load_model, relative, spec_of
 from tests.contracts.rank_processes import RankProcesses
 
 Sizes = tuple[int, int, int]
@@ -61,6 +65,36 @@ def joined(parts: list[dict[str, Any] | None], sizes: Sizes) -> dict[str, Any]:
         else torch.cat([k[name] for k in kept])
         for name, value in kept[0].items()
     }
+
+
+def assert_trains(
+    processes: RankProcesses, strategy: Any, path: Path, want: dict[str, Any], target: Path, head: Head = "lm"
+) -> tuple[list[dict[str, Any]], Decoder]:
+    """Outputs, gradient norms and weights after updates are those of transformers (`want`), which reads what is
+    saved. What the ranks say, and the model."""
+    ranks = math.prod(getattr(strategy, name, 1) for name in ("pp", "tp", "cp", "dp"))
+    grid, names = strategy.grid(ranks), [processes.name(), processes.name()]
+    few = replace(strategy, micro_tokens=60 if getattr(strategy, "cp", 1) > 1 else 40)
+    found = processes.run(ranks, any_model_tasks.trained, names, few, path, head, target, ranks)
+    outputs, again, after = (
+        joined([part[key] or None for part in found], (grid.p, grid.t, grid.d)) for key in ("outputs", "again", "after")
+    )
+    for output in outputs:
+        assert torch.allclose(outputs[output].values, want[output].values, atol=1e-4)
+        assert torch.allclose(again[output].values, after[output].values, rtol=0, atol=2e-6)  # state spaces round
+    for part in found:
+        assert part["norms"][:2] == pytest.approx(want["norms"][:2], rel=1e-5)
+        assert part["norms"][2:] == pytest.approx(want["norms"][2:], rel=1e-4)  # updates carry rounding on
+    spec = read_spec(path, head)
+    updated, saved = (
+        any_model_tasks.tensors(where, spec.tensors()) for where in (path.with_name(f"{path.name}-after"), target)
+    )
+    assert relative(saved, updated) < 1e-6
+    assert relative(whole([part["boxes"] for part in found], spec.tensors()), saved) == 0
+    assert sum(p.numel() for p in load_model(target, head).parameters()) == sum(
+        math.prod(shape) for name, shape in spec.tensors().items() if name not in getattr(spec, "constants", ())
+    )
+    return found, spec
 
 
 def values_of(output: Ragged | Tensor) -> Tensor:

@@ -107,11 +107,12 @@ def test_a_megatron_actor_generates_with_what_it_trains(pool, place, tmp_path, f
     assert generated(rollout, prompts) == after
 
 
-def test_experts_go_whole_to_the_ranks_that_generate(pool, place, tmp_path) -> None:
+@pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(ep=2)], ids=("fsdp", "ep2"))
+def test_experts_go_whole_to_the_ranks_that_generate(pool, place, tmp_path, train) -> None:
     """From FSDP's shards into engines on the same devices and elsewhere."""
     policy, prompts = make(tmp_path / "qwen3_moe", "qwen3_moe", **QWEN3_MOE), make_prompts(6)
     parallel = hf.VLLM(tp=2, expert_parallel=True, **GREEDY)
-    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=SGD, generate=parallel)
+    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=train, optim=SGD, generate=parallel)
     rollout = place(hf.RolloutWorker, pool[2:4], model=policy, generate=parallel)
     before = generated(rollout, prompts)
     assert before == expected(policy, prompts) == generated(actor, prompts)
@@ -122,7 +123,9 @@ def test_experts_go_whole_to_the_ranks_that_generate(pool, place, tmp_path) -> N
     assert generated(rollout, prompts) != before
 
 
-@pytest.mark.parametrize("train", [hf.Megatron(tp=2, ep=2), hf.FSDP()], ids=("megatron", "fsdp"))
+@pytest.mark.parametrize(
+    "train", [hf.Megatron(tp=2, ep=2), hf.FSDP(), hf.FSDP(ep=2)], ids=("megatron", "fsdp", "fsdp-ep2")
+)
 def test_updates_follow_the_experts_of_generation(pool, place, tmp_path, train) -> None:
     """A router whose scores are almost equal chooses by rounding, so otherwise in each engine."""
     policy = make(tmp_path / "model", "qwen3_moe", **{**SIZES, **EXPERTS, "num_experts": 16})

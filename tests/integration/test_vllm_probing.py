@@ -80,8 +80,11 @@ def test_known_families_are_found_as_they_are_known(ranks, directories, family, 
     assert all(ranks.run(p * t, same_regions, ranks.name(), directories[family], p, t))
 
 
+GENERATED = [*product(OTHERS, (1, 2)), *product(requirements._ON_TRANSFORMERS, (2,)), *product(KNOWN, (2,))]
+
+
 @pytest.mark.thinned(12)
-@pytest.mark.parametrize(("family", "t"), [*product(OTHERS, (1, 2)), *product(requirements._ON_TRANSFORMERS, (2,))])
+@pytest.mark.parametrize(("family", "t"), GENERATED)
 def test_other_models_generate_what_transformers_computes(ranks, directories, family, t) -> None:
     found = ranks.run(t, generated, ranks.name(), directories[family], 1, t)
     model = AutoModelForCausalLM.from_pretrained(directories[family], dtype=torch.float32).eval()

@@ -24,7 +24,7 @@ from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.families import is_packable
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, check_shared_heads
 from hybridflow.models.spec import ModelSpec, Part
-from hybridflow.topology import RankGrid
+from hybridflow.topology import RankGrid, divisors
 
 EMBEDDING, PER_HEAD = "embedding", "replicated_with_grad_allreduce"
 _WEIGHT_DIM: dict[str, int | None] = {
@@ -93,22 +93,28 @@ def fsdp_layout(
     replicate: int = 1,
     tp: int = 1,
     tp_dim: Callable[[str], int | None] | None = None,
+    ep: int = 1,
 ) -> Layout:
     """Layout of `model` (a spec, or canonical names and shapes) over a mesh (replicate, shard, tp), tp fastest.
 
     `fully_shard` over `shard` ranks chunks dimension 0; `replicate > 1` is HSDP; with `tp > 1` each tensor is first
     cut along `tp_dim(name)` (default: the plan of the spec's family), and what is left along dimension 0. Storage names
-    are the canonical names. Rank `(r * shard + s) * tp + t` is at (r, s, t); replicas hold equal boxes.
+    are the canonical names. Rank `(r * shard + s) * tp + t` is at (r, s, t); replicas hold equal boxes. Experts are cut
+    over `ep` neighbouring ranks, and those of one over the ranks of its kind.
     """
     tensors, parts = (dict(model), {}) if isinstance(model, Mapping) else (model.tensors(), model.parts)
     ranks = range(replicate * shard * tp)
     rows, columns = Axis(shard, tuple(r // tp % shard for r in ranks)), Axis(tp, tuple(r % tp for r in ranks))
+    shares, same = Axis(ep, tuple(r % ep for r in ranks)), Axis(shard // ep, tuple(r % shard // ep for r in ranks))
+    experts = model.experts if ep > 1 and isinstance(model, TransformersSpec) else ()
     cuts: dict[str, list[Cut]] = {}
     if tp_dim is None and tp > 1 and not isinstance(model, Mapping):
         tp_dim = tensor_parallel_dim(model)
     for name in parameter_shapes(tensors, parts):
         dim = None if tp_dim is None or tp == 1 else tp_dim(name)
         cuts[name] = [(rows, 0)] if dim is None else [(columns, dim), (rows, 0)]
+        if name in experts:
+            cuts[name] = [(shares, 0), (same, 0)]
     return cut_layout(tensors, len(ranks), cuts, parts)
 
 
@@ -116,10 +122,11 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
     """Errors: PlacementError when `grid`, which may be a caller's own, has other sizes than the strategy's: both say
     how a model is cut. ModelError when the model does not divide by its tensor parallel size."""
     fits = strategy.grid(grid.size)
-    if (grid.p, grid.t, grid.d) != (fits.p, fits.t, fits.d):
+    if (grid.p, grid.t, grid.d, grid.ep) != (fits.p, fits.t, fits.d, fits.ep):
         raise PlacementError(
             f"{role} has a grid of its own, p={grid.p}, t={grid.t}, d={grid.d}, on which {strategy} cannot be laid "
-            f"out: its {grid.size} ranks are p={fits.p}, t={fits.t}, d={fits.d}. Leave grid= out, or use hf.Megatron()."
+            f"out: its {grid.size} ranks are p={fits.p}, t={fits.t}, d={fits.d}, ep={fits.ep}. Leave grid= out, or use "
+            f"hf.Megatron()."
         )
     if isinstance(spec, TransformersSpec) and spec.constants:
         raise ModelError(
@@ -127,6 +134,7 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
             f"{type(strategy).__name__} does not train such models; Megatron may."
         )
     check_tensor_parallel(spec, grid.t, role)
+    check_experts(spec, grid.ep, role)
     packed = strategy.packed and is_packable(spec.config)
     check_shared_heads(spec, getattr(strategy, "cp", 1), grid.t, packed, role)
 
@@ -144,7 +152,7 @@ def weights_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid) -> Layo
     check(strategy, spec, grid)
     if (cut := as_fsdp(strategy)) is None:
         return parameter_layout(spec.tensors(), grid.d)
-    return fsdp_layout(spec, grid.d // cut.replicate, replicate=cut.replicate, tp=grid.t)
+    return fsdp_layout(spec, grid.d // cut.replicate, replicate=cut.replicate, tp=grid.t, ep=grid.ep)
 
 
 def state_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid) -> Layout:
@@ -156,7 +164,20 @@ def state_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid) -> Layout
     if (cut := as_fsdp(strategy)) is None:
         return optimizer_layout(spec.tensors(), grid.d, spec.parts)
     trained = trained_tensors(spec, cut.lora) if cut.lora else spec
-    return fsdp_layout(trained, grid.d // cut.replicate, replicate=cut.replicate, tp=grid.t)
+    return fsdp_layout(trained, grid.d // cut.replicate, replicate=cut.replicate, tp=grid.t, ep=grid.ep)
+
+
+def check_experts(spec: Decoder, ep: int, role: str = "the model") -> None:
+    """Errors: ModelError when `ep` ranks cannot share the experts of the model, or it has none."""
+    if ep == 1:
+        return
+    shapes = parameter_shapes(spec.tensors(), spec.parts)
+    counts = {shapes[name][0] for name in getattr(spec, "experts", ())}
+    if not counts:
+        raise ModelError(f"{role} is a {spec.family} model without experts: ep={ep} has nothing to share.")
+    if any(count % ep for count in counts):
+        most = math.gcd(*counts)
+        raise ModelError(f"{role} has {most} experts, not divisible by ep={ep}. Use ep in {divisors(most)}.")
 
 
 def check_tensor_parallel(spec: Decoder, tp: int, role: str = "the model") -> None:
@@ -186,7 +207,7 @@ def check_tensor_parallel(spec: Decoder, tp: int, role: str = "the model") -> No
         if count % tp:
             raise ModelError(
                 f"{role} has {count} {what}, which do not divide by tp={tp}. Use FSDP(tp=) in "
-                f"{[n for n in range(1, most + 1) if most % n == 0]} (ranks of Megatron can share a kv-head)."
+                f"{divisors(most)} (ranks of Megatron can share a kv-head)."
             )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.flat_shards import canonical_name
 from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
+from hybridflow.engines.fsdp.shared_experts import share_experts
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.transformers_model import TransformersModel
@@ -66,7 +68,7 @@ class Sharded:
         compute, views = dtype if mixed else None, _views(context, strategy, spec, renamed)
         mesh = make_mesh(context, (copies, grid.d // copies, grid.t))
         assert mesh.mesh_dim_names is not None
-        replicate, shard, tp = mesh.mesh_dim_names
+        tp = mesh.mesh_dim_names[-1]
         self.tp, self._often, self._per_head = mesh[tp].get_group(), strategy.reduce_often, frozenset[str]()
         if grid.t > 1:
             styles = tensor_parallel_styles(spec)
@@ -74,26 +76,8 @@ class Sharded:
             self._per_head = frozenset(f"{name}.weight" for name, style in styles.items() if style == PER_HEAD)
             if spec.tied and model.output is not None:
                 model.tie()
-        pin = context.device.type == "cuda"
-        settings: dict[str, Any] = {
-            "mesh": mesh[replicate, shard] if copies > 1 else mesh[shard],
-            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32),
-            "offload_policy": CPUOffloadPolicy(pin) if strategy.offload else OffloadPolicy(),
-        }
-        for layer in model.layers:
-            fully_shard(layer, **settings)
-        self.root: FSDPModule = fully_shard(model, reshard_after_forward=False, **settings)
-        for module in self._modules():
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            # only other ranks may have a gradient: experts without a token here, a replica without rows
-            module.set_reduce_scatter_unused_params(True)
+        self.root, self._offloads = self._cut(context, strategy, mesh, compute), strategy.offload
         model.to_empty(device="cpu" if strategy.offload else context.device)
-        self._offloads = strategy.offload
-        for module in self._modules() if strategy.offload else ():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.__class__ = _OffloadedParam
         model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         pieces = {name: views(name, local_tensor(parameter)) for name, parameter in self.parameters.items()}
@@ -111,6 +95,31 @@ class Sharded:
         first = at.d < grid.d // copies
         counted = (n for n, p in self.parameters.items() if first and (at.t == 0 or _is_cut(p, tp)))
         self._counted = {piece for name in counted for piece in pieces[name]}
+
+    def _cut(self, context: RankContext, strategy: FSDP, mesh: DeviceMesh, compute: torch.dtype | None) -> FSDPModule:
+        """Leave this rank its part of every parameter, which FSDP2 then gathers in `compute`; the whole model."""
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32)
+        pin = context.device.type == "cuda"
+        host: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin) if strategy.offload else OffloadPolicy()}
+        grid, copies, model = context.grid, strategy.replicate, self.model
+        if grid.ep > 1:
+            same = make_mesh(context, (copies, grid.d // copies // grid.ep, grid.ep))
+            as_given = replace(policy, cast_forward_inputs=False)  # weights of experts
+            for experts in share_experts(model, same.get_group(2), self.tp):
+                fully_shard(experts, mesh=_of_shards(same), mp_policy=as_given, **host)
+        for layer in model.layers:
+            fully_shard(layer, mesh=_of_shards(mesh), mp_policy=policy, **host)
+        root = fully_shard(model, mesh=_of_shards(mesh), mp_policy=policy, reshard_after_forward=False, **host)
+        for module in self._modules():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            # only other ranks may have a gradient: experts without a token here, a replica without rows
+            module.set_reduce_scatter_unused_params(True)
+        for module in self._modules() if strategy.offload else ():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.__class__ = _OffloadedParam
+        return root
 
     def _modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -302,6 +311,13 @@ def make_mesh(context: RankContext, sizes: Sequence[int]) -> DeviceMesh:
     mesh = DeviceMesh.from_group(groups, context.device.type, mesh=world_ranks, mesh_dim_names=names)
     context.groups.when_closed(mesh._pg_registry.clear)  # DTensor's caches keep meshes for ever
     return mesh
+
+
+def _of_shards(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes along which parameters are cut and copied."""
+    assert mesh.mesh_dim_names is not None
+    replicate, shard, _ = mesh.mesh_dim_names
+    return mesh[replicate, shard] if mesh.size(0) > 1 else mesh[shard]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -63,6 +63,11 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
             f"vLLM computes {spec.family} with windows of sliding_window + 1 tokens, training with sliding_window. "
             f"Train it without generation, or use a model without windows."
         )
+    if device_type == "cpu" and spec.family in _ADDS_TO_SCORES:
+        raise ModelError(
+            f"vLLM on CPU leaves out what routers of {spec.family} add to scores where they choose experts. Train it "
+            f"without generation, or generate on CUDA."
+        )
     if device_type == "cpu" and spec.family in _DELTA_RULE:
         raise ModelError(
             f"vLLM on CPU does not compute the linear attention of {spec.family} in float32. Train it without "
@@ -265,6 +270,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
 """Settings that transformers' model of a family has built in, and vLLM's reads from the config."""
+_ADDS_TO_SCORES = ("ernie4_5_moe",)  # of those that choose by softmax, without groups of experts
 _DELTA_RULE = ("kimi_linear", "olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 
 

@@ -1,0 +1,174 @@
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and back.
+
+    rows -> copies, by expert -> all-to-all over ep -> gathered over etp -> experts
+    rows <- weighted sum of each token's copies <- all-to-all <- reduce-scattered <-
+
+Every step is a function of its input alone, whatever a rank's tokens: with equally many micro-batches on all ranks of a
+stage no rank waits for another. Where experts are shared, ranks need the sizes of what they send on the host, once per
+layer; otherwise the host waits for nothing.
+
+Shapes: T tokens of this rank, k experts of each, C = T * k copies, R received copies, E experts, L experts of this
+rank, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""[R, H]: what this rank's experts give for rows [R, H], sorted by expert, and the number of each one's, [L] int64."""
+
+
+class ExpertParallel:
+    """`count` experts in equal parts on the ranks of group `ep`, the columns of each on those of `etp`; `block` is
+    both groups together, etp fastest."""
+
+    def __init__(self, count: int, ep: dist.ProcessGroup, etp: dist.ProcessGroup, block: dist.ProcessGroup) -> None:
+        self.count, self.ep, self.etp, self.block = count, ep, etp, block
+        self.local = count // ep.size()
+
+    def __call__(self, rows_TH: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor, compute: Compute) -> Tensor:
+        """[T, H]: the sum of what a token's experts give, times their weights."""
+        flat_C = chosen_Tk.flatten()
+        order_C = flat_C.argsort(stable=True)
+        place_C = torch.empty_like(order_C).scatter_(0, order_C, torch.arange(len(order_C), device=order_C.device))
+        counts_E = torch.zeros(self.count, dtype=torch.int64, device=flat_C.device)
+        counts_E.scatter_add_(0, flat_C, torch.ones_like(flat_C))
+        sent_CH: Any = _Copies.apply(rows_TH, order_C, place_C, chosen_Tk.shape[1])
+        if self.block.size() == 1:
+            out_CH = compute(sent_CH, counts_E)
+        else:
+            out_CH = self._elsewhere(sent_CH, counts_E, compute)
+        back_CH: Any = _Reorder.apply(out_CH, place_C, order_C)
+        return (back_CH.view(*chosen_Tk.shape, -1) * weights_Tk[..., None]).sum(1)
+
+    def _elsewhere(self, sent_CH: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
+        """What the experts, wherever they are, give for copies that are sorted by expert."""
+        ranks, ep, etp = self.block.size(), self.ep.size(), self.etp.size()
+        table = counts_E.new_empty(ranks * self.count)
+        dist.all_gather_into_tensor(table, counts_E, group=self.block)
+        counts = table.cpu().view(ep, etp, ep, self.local)  # from (ep, etp), to expert (ep, local)
+        at, column = self.ep.rank(), self.etp.rank()
+        sizes = counts.sum(-1)[:, column]  # from ep, to ep
+        received: Any = sent_CH
+        if ep > 1:
+            received = _Exchange.apply(sent_CH, sizes[at].tolist(), sizes[:, at].tolist(), self.ep)
+        arrived = counts[:, :, at].transpose(0, 1)  # at etp, from ep, expert
+        held = arrived.sum((1, 2)).tolist()
+        if etp > 1:
+            received = _OfAllRanks.apply(received, held, self.etp, True)
+        of_row = torch.arange(self.local).repeat(etp * ep).repeat_interleave(arrived.flatten())
+        order = of_row.argsort(stable=True)
+        order, place = (x.to(sent_CH.device, non_blocking=True) for x in (order, order.argsort()))
+        totals = arrived.sum((0, 1)).to(sent_CH.device, non_blocking=True)
+        out: Any = compute(_Reorder.apply(received, order, place), totals)
+        out = _Reorder.apply(out, place, order)
+        if etp > 1:
+            out = _OfAllRanks.apply(out, held, self.etp, False)
+        if ep > 1:
+            out = _Exchange.apply(out, sizes[:, at].tolist(), sizes[at].tolist(), self.ep)
+        return out
+
+
+def grouped(rows_RX: Tensor, weight_LXY: Tensor, ends_L: Tensor) -> Tensor:
+    """[R, Y]: rows that are sorted by expert, times its matrix; those of expert l end before `ends[l]`, int32."""
+    return _Contiguous.apply(F.grouped_mm(rows_RX, weight_LXY, offs=ends_L))  # type: ignore[return-value]
+
+
+class _Contiguous(torch.autograd.Function):
+    """Its input; grouped_mm takes no gradient that one value stands for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[override]
+        return d.contiguous()
+
+
+class _Copies(torch.autograd.Function):
+    """[T, H] -> [C, H], row i the token of copy order[i]; the way back adds up the `each` copies of one."""
+
+    @staticmethod
+    def forward(ctx, rows, order, place, each):
+        ctx.save_for_backward(place)
+        ctx.each = each
+        return rows.index_select(0, order // each)
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        return d.index_select(0, place).unflatten(0, (-1, ctx.each)).sum(1), None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """x[order]; `inverse` is the way back."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return d.index_select(0, inverse), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends `sent[i]` rows to rank i of the group, and receives `received[i]` from it."""
+
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.sizes, ctx.group = (sent, received), group
+        return _exchange(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[override]
+        sent, received = ctx.sizes
+        return _exchange(d, received, sent, ctx.group), None, None, None
+
+
+def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received), x.shape[1])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """With `gathers` the rows of all ranks of the group, of which rank i has `held[i]`; else the sum over the ranks, of
+    which this one keeps its rows. Each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, held, group, gathers):
+        ctx.given = held, group, gathers
+        return (_gather if gathers else _scatter)(x, held, group)
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[override]
+        held, group, gathers = ctx.given
+        return (_scatter if gathers else _gather)(d, held, group), None, None, None
+
+
+def _gather(x: Tensor, held: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Padded to the most rows: gloo gathers equal parts only."""
+    longest = max(held)
+    padded = F.pad(x, (0, 0, 0, longest - len(x))).contiguous()
+    out = x.new_empty(len(held), longest, x.shape[1])
+    dist.all_gather_into_tensor(out.view(-1, x.shape[1]), padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(out, held, strict=True)])
+
+
+def _scatter(x: Tensor, held: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    longest = max(held)
+    padded = torch.cat([F.pad(part, (0, 0, 0, longest - len(part))) for part in x.split(list(held))])
+    out = x.new_empty(longest, x.shape[1])
+    dist.reduce_scatter_tensor(out, padded, group=group)
+    return out[: held[group.rank()]]

@@ -1,0 +1,35 @@
+"""The table of families in docs/backends.md is that of the suites' cases."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.contracts.family_cases import (
+    DOCUMENT,
+    FAMILIES,
+    MEGATRON,
+    MEGATRON_CASES,
+    OTHERS,
+    SHARDED_CASES,
+    spread,
+    written,
+)
+
+
+def test_the_document_says_what_is_tested():
+    text = DOCUMENT.read_text()
+    assert written(text) == text, "run python -m tests.contracts.family_cases"
+
+
+def test_there_are_enough_families():
+    configs = FAMILIES | MEGATRON | OTHERS
+    for cases, count in ((MEGATRON_CASES, 15), (SHARDED_CASES, 25)):
+        assert len({configs[name]["model_type"] for name, _ in cases}) >= count
+
+
+def test_quick_cases_have_every_family_and_every_grid():
+    kept = spread(SHARDED_CASES)
+    assert {name for name, _ in kept} == {name for name, _ in SHARDED_CASES}
+    grids = Counter(grid for _, grid in kept)
+    assert grids.keys() == {grid for _, grid in SHARDED_CASES}
+    assert min(grids.values()) >= 2
