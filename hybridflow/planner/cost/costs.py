@@ -10,31 +10,28 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import accumulate, combinations
 from typing import Any, NamedTuple, TypeVar
 
 from hybridflow.config import DType
 from hybridflow.errors import ConfigError, ModelError, PlacementError
-from hybridflow.models.hf_spec import Decoder
-from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost import device_memory as memory
 from hybridflow.planner.cost.backends import MEGATRON, Backend
 from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
 from hybridflow.planner.cost.device_memory import DeviceMemory
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
 from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.pins import check_pin, check_split
 from hybridflow.planner.cost.pipeline_cost import CallContext
 from hybridflow.planner.cost.reallocation_cost import reallocation
 from hybridflow.planner.cost.timeline import Contention, Timeline, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
-from hybridflow.planner.describe.constraints import Constraint, OneLayout, Pin, Rules
+from hybridflow.planner.describe.constraints import Constraint, Rules
 from hybridflow.planner.describe.graph import HELPER, Call, Graph, Kind, home
 from hybridflow.planner.describe.mesh import (
     CallPlan,
     ExecutionPlan,
     Mesh,
     Parallel,
-    divides,
     generation_sizes,
     powers,
     strategies,
@@ -109,8 +106,8 @@ class Costs:
     def _constrain(self, constraints: Iterable[Constraint]) -> None:
         self.constraints = tuple(constraints)
         self.rules = rules = Rules(self.constraints, self.graph.groups, self.cluster.size)
-        for pin in rules.pins.values():
-            self._check_pin(pin)
+        for group, pin in rules.pins.items():
+            check_pin(pin, self.graph, self.backends[group], self.cluster, one_layout=group in rules.one_layout)
         asked = {group: pin.offload for group, pin in rules.pins.items() if pin.offload is not None}
         waits = {group for group, waits in {**self.graph.offload, **asked}.items() if waits}
         self.away = self._sent | waits
@@ -250,58 +247,6 @@ class Costs:
         """Seconds of an iteration that make plans comparable: with the margin for each further layout."""
         return seconds * (1 + self.margin) ** self.further(plan) if self.margin else seconds
 
-    def _check_pin(self, pin: Pin) -> None:
-        """Errors: PlacementError for sizes by which the model is not cut, that its strategy has not, or whose tensor
-        parallel groups would lie across nodes."""
-        model, backend = self.graph.models[pin.group], self.backends[pin.group]
-        if pin.offload is not None and pin.group not in self.graph.offload:
-            raise PlacementError(
-                f"{pin} cannot be: only {', '.join(self.graph.offload) or 'critics, references and reward models'} can "
-                "wait in host memory as a whole. Leave offload out."
-            )
-        for sizes, check in ((pin.parallel, backend.check), (pin.generate, _check_split)):
-            if sizes is None:
-                continue
-            if model is None and sizes.p * sizes.t > 1:
-                raise PlacementError(f"{pin} cannot be: {pin.group} runs functions, which are not cut. Pin p=1, t=1.")
-            try:
-                if isinstance(model, ModelSpec):
-                    model.check_parallel(sizes.p, sizes.t, pin.group)
-                if model is not None:
-                    check(model, sizes, pin.group)
-            except ModelError as error:
-                raise PlacementError(f"{pin} cannot be: {error}") from None
-            self._check_nodes(pin, sizes)
-        if model is None or pin.parallel is None:
-            return
-        if (own := backend.parallel(*pin.parallel.cut)) is None:
-            how = f"{pin.group} trains with {backend.strategy}"
-            raise PlacementError(f"{pin} cannot be: {how}, which has no such sizes.")
-        mesh, one = Mesh.of(0, own.size), pin.group in self.rules.one_layout
-        if one and pin.generate and not CallPlan(mesh, pin.generate).within(CallPlan(mesh, own)):
-            raise PlacementError(
-                f"{pin} and {OneLayout(pin.group)} contradict each other: generation sizes divide those of training "
-                "where both have one layout."
-            )
-
-    def _check_nodes(self, pin: Pin, sizes: Parallel) -> None:
-        counts = [node.count for node in self.cluster.nodes]
-        listed, inside = " or ".join(map(str, sorted(set(counts)))), counts
-        if pin.devices is not None:
-            inside = list(self.cluster.counts(pin.devices).values())
-        elif sizes.size <= max(counts):
-            inside = [sizes.size]
-        elif not any(b - a == sizes.size for a, b in combinations(accumulate([0, *counts]), 2)):
-            raise PlacementError(
-                f"{pin} cannot be: {sizes.size} devices are neither devices of one node nor whole nodes, which have "
-                f"{listed}. Use other sizes, or pin devices."
-            )
-        if any(count % sizes.t for count in inside):
-            raise PlacementError(
-                f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have {listed} "
-                "devices. Use a smaller t, or other devices."
-            )
-
     def cost(self, call: str, plan: CallPlan, kv_budget: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `kv_budget` are the bytes of KV cache that each device has for generation;
         without it, what its memory leaves beside this group alone."""
@@ -317,13 +262,14 @@ class Costs:
             budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
             found = generation(context, rows, budget, own.ahead if own.continuous else 0)
         found = found.times(self.slowdown(plan.mesh, found.busy))
-        return found.beside("offload", self.trip(own.group, plan)) if own.group in self.away else found
+        return found.beside("offload", self.trip(own, plan)) if own.group in self.away else found
 
-    def trip(self, group: str, plan: CallPlan) -> float:
-        """Seconds in which the model comes from host memory for a call, and goes back after it: gradients, which are
-        zero between calls, are only allocated. The one of the call before has left when it comes."""
-        still, host = self.resting(group, plan), self._links(plan.mesh, self.workload.dtype).host
-        return 2 * (still.static - still.gradients) / host * self.slowdown(plan.mesh)
+    def trip(self, call: Call, plan: CallPlan) -> float:
+        """Seconds in which a model comes from host memory for a call; what the call steps goes back after it, all else
+        is only dropped, and gradients are only allocated. The model of the call before has left by then."""
+        still, host = self.resting(call.group, plan), self._links(plan.mesh, self.workload.dtype).host
+        copies = 2 if call.kind == "training" else 1
+        return copies * (still.static - still.gradients) / host * self.slowdown(plan.mesh)
 
     def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
         """Seconds of two training calls that share the pipeline stages of `plan` (`hf.together`): those of one after
@@ -361,7 +307,7 @@ class Costs:
         model, sizes = self.graph.models[group], plan.parallel
         if model is None:
             return None
-        _check_split(model, sizes, group)
+        check_split(model, sizes, group)
         backend, work = self.backends[group], self._workloads[group]
         if kind == "generation":
             backend, work = MEGATRON, self.workload
@@ -521,12 +467,3 @@ class Costs:
         latency = {name: seconds for name, (_, _, seconds) in priced.items() if seconds}
         own = {"busy": busy, "latency": latency, "sharing": self.sharing}
         return simulate(self.graph, plan, took, reallocation=self.moved, **own)
-
-
-def _check_split(model: Decoder, sizes: Parallel, role: str) -> None:
-    """Errors: ModelError for sizes by which no engine can cut the model."""
-    if not divides(model, sizes.t) or sizes.p > model.layers:
-        raise ModelError(
-            f"{role} cannot be split by p={sizes.p}, t={sizes.t}: it has {model.layers} layers, {model.heads} heads, "
-            f"{model.kv_heads} kv-heads and {Sizes.of(model).intermediate:g} MLP columns."
-        )

@@ -39,7 +39,7 @@ def offload_lines(costs: Costs, plan: ExecutionPlan) -> list[str]:
     lines = []
     for group in sorted(costs.away & {*costs.graph.groups}):
         home = plan[costs.homes[group]]
-        seconds = len(costs.graph.of_group(group)) * costs.trip(group, home)
+        seconds = sum(costs.trip(call, home) for call in costs.graph.of_group(group))
         room = costs.resting(group, home).static
         lines.append(f"{group} offloaded: +{seconds:.3g} s per iteration, {room / GIB:.3g} GiB per device")
     return lines
