@@ -75,7 +75,7 @@ class Backend:
     def check(self, model: Decoder, sizes: Parallel, role: str = "the model") -> None:
         """What the strategy's own checks refuse of families and sizes. Errors: ModelError."""
         plain, packed = isinstance(model, ModelSpec), getattr(self.strategy, "packed", True)
-        if isinstance(model, ModelSpec):
+        if isinstance(model, ModelSpec) and (sizes.p > model.layers or not model.divides(sizes.t)):
             model.check_parallel(sizes.p, sizes.t, role)
         if not self.of_transformers:
             if self.lora is not None and not plain:

@@ -95,7 +95,7 @@ def layer_forward(context: CallContext, tokens: float, pairs: float, launch: flo
         compute=layer_products(context, tokens) + attention,
         memory=tokens * moved * itemsize / links.bandwidth,
         tensor_parallel=2 * links.tensor_all_reduce(tokens * size.hidden * itemsize),
-        exchange=exchanges(context, tokens),
+        exchange=exchanges(context, tokens) if context.parallel.cp * context.parallel.ep > 1 else 0.0,
     ).launched(LAUNCHES * k.latency if launch is None else launch)
 
 

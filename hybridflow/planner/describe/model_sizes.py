@@ -53,6 +53,9 @@ class Sizes:
     sparse: float = 0.0
     each: tuple[tuple[int, int], ...] = ()
 
+    def __hash__(self) -> int:
+        return hash((self.total, self.layers, self.layer))
+
     @staticmethod
     @lru_cache(maxsize=256)
     def of(model: Decoder) -> Sizes:

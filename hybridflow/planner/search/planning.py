@@ -89,7 +89,7 @@ def plan(
             "part them. Use search='auto'."
         )
     if not found:
-        raise infeasibility_report(costs.offloading(costs.may_wait), per_call=per_call)
+        raise infeasibility_report(costs, per_call=per_call)
     _, costs, one = min(found, key=lambda each: each[0])
     return placement_of(costs, *one)
 
