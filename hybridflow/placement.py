@@ -24,7 +24,8 @@ _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Me
 GIB = float(1 << 30)
 _MOST = 1 << 20  # devices of a range: a typo must not fill the memory
 Text = Annotated[str, Check("a text", lambda value: isinstance(value, str))]
-Sizes = Annotated[tuple[int, int, int], Check("(p, t, d)", lambda value: len(value) == 3 and all(map(_is_size, value)))]
+_FORM = "(p, t, d), or with cp and ep behind them"
+Sizes = Annotated[tuple[int, ...], Check(_FORM, lambda value: len(value) in (3, 5) and all(map(_is_size, value)))]
 
 
 class _Checked:
@@ -39,7 +40,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class CallPlacement(_Checked):
-    """`method` runs on `devices` with the sizes (p, t, d) and weights from its group."""
+    """`method` runs on `devices` with the sizes (p, t, d), or (p, t, d, cp, ep), and weights from its group."""
 
     method: Text
     devices: tuple[int, ...]
@@ -53,7 +54,8 @@ class GroupPlacement:
     `nodes` are the devices of each node of the cluster. `generate` is (p_g, t_g), None for a group that does not
     generate. `elsewhere` lists methods with layouts of their own; a method that is called several times in an
     iteration, not always in the group's layout, is listed once per call, in order. `memory_fraction` is the share of
-    device memory that generation's weights and KV cache may use beside all resident memory.
+    device memory that generation's weights and KV cache may use beside all resident memory. `offload`: whether the
+    model waits in host memory between its calls (None: it is not said).
     Errors: PlacementError for devices beyond the nodes or not in ascending order.
     """
 
@@ -63,6 +65,7 @@ class GroupPlacement:
     generate: tuple[int, int] | None = None
     elsewhere: tuple[CallPlacement, ...] = ()
     memory_fraction: float | None = None
+    offload: bool | None = None
 
     def __post_init__(self) -> None:
         _check_nodes(self.nodes)
@@ -77,7 +80,7 @@ class GroupPlacement:
 
 @dataclass(frozen=True)
 class CallLayout(_Checked):
-    """Devices, sizes (p, t, d) and predicted costs of one call.
+    """Devices, sizes (p, t, d), or (p, t, d, cp, ep), and predicted costs of one call.
 
     `differs`: its group's weights have another layout or other devices and are moved here first, in `move_seconds`.
     `memory`: bytes of all groups on its fullest device while it runs, out of `capacity`. `limit` names the largest part
@@ -100,8 +103,8 @@ class CallLayout(_Checked):
 
     @property
     def layout(self) -> str:
-        p, t, d = self.sizes
-        return f"{p}-{t}-{d}"
+        more = zip(("cp", "ep"), self.sizes[3:], strict=False)
+        return "-".join(map(str, self.sizes[:3])) + "".join(f" {name}={n}" for name, n in more if n > 1)
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,8 @@ class Placement(_Checked):
     """`placement["actor"]` is the actor's GroupPlacement.
 
     `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
-    of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap,
-    `colocated` the plain placement that it is compared with.
+    of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap, and
+    what models in host memory cost, `colocated` the plain placement that it is compared with.
     `alternatives` computes the runner-up of every call and why it lost, which takes a while. Errors: PlacementError for
     an unknown group, with the nearest name.
     """

@@ -129,7 +129,7 @@ def _add_plan(commands: Any) -> None:
     add("--response", type=_lengths, metavar="TOKENS", help="of a response: a number, or MEAN:MAX")
     add("--dtype", help="of the arithmetic: bfloat16, float16 or float32")
     for name, asked, meaning in (
-        ("--pin", "GROUP=DEVICES", "such as actor=0-7,12 or actor=2-4-1 (p-t-d)"),
+        ("--pin", "GROUP=DEVICES", "such as actor=0-7,12, actor=2-4-1 (p-t-d) or critic=offload"),
         ("--cap", "GROUP=DEVICES", "at most this number of devices"),
         ("--apart", "GROUP,GROUP", "never on the same device"),
         ("--together", "GROUP,GROUP", "on the same devices"),
@@ -329,12 +329,17 @@ def _constraints(given: argparse.Namespace) -> list[Any]:
 def _pinned(value: str) -> dict[str, Any]:
     from hybridflow.planner.describe.mesh import Parallel
 
-    if sizes := re.fullmatch(r"(\d+)-(\d+)-(\d+)", value):
-        return {"parallel": Parallel(*map(int, sizes.groups()))}
+    if sizes := re.fullmatch(r"(\d+)-(\d+)-(\d+)(?:-cp(\d+))?(?:-ep(\d+))?", value):
+        return {"parallel": Parallel.read([int(size or 1) for size in sizes.groups()])}
+    if value in ("offload", "stay"):
+        return {"offload": value == "offload"}
     devices: list[int] = []
     for part in value.split(","):
         if not (ends := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
-            raise ConfigError(f"--pin ...={value}: give devices such as 0-7,12, or parallel sizes p-t-d such as 2-4-1.")
+            raise ConfigError(
+                f"--pin ...={value}: give devices such as 0-7,12, sizes p-t-d such as 2-4-1 or 1-2-4-cp2-ep4, offload, "
+                "or stay."
+            )
         found = range(int(ends[1]), int(ends[2] or ends[1]) + 1)
         if not found:
             raise ConfigError(f"--pin ...={value}: {part} counts down. Write the smaller device first.")

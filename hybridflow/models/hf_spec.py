@@ -188,6 +188,16 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     return made
 
 
+def latent_size(spec: Decoder) -> int:
+    """Numbers of a token that latent attention (MLA) caches; 0 for other attention.
+
+    vLLM computes minicpm3, whose config has the same keys, with plain attention.
+    """
+    if isinstance(spec, ModelSpec) or not spec.config.get("kv_lora_rank") or spec.family == "minicpm3":
+        return 0
+    return spec.config["kv_lora_rank"] + (getattr(hf_config(spec.config), "qk_rope_head_dim", None) or 0)
+
+
 def _family_hint(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for a family whose name differs in one letter; others only look alike."""
     for family in get_close_matches(name, known, n=1):
@@ -278,7 +288,11 @@ def read_spec(directory: str | Path, head: Head) -> Decoder:
     Errors: CheckpointError without a readable `config.json`, or if it asks for code; ModelError for a model that
     transformers does not know.
     """
-    config = read_config(directory)
+    return spec_of_config(read_config(directory), head)
+
+
+def spec_of_config(config: Mapping[str, Any], head: Head) -> Decoder:
+    """`read_spec` of what is in `config.json`."""
     try:
         return ModelSpec.from_hf_config(config, head)
     except ModelError:

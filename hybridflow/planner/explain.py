@@ -151,12 +151,12 @@ class Need(NamedTuple):
 
 def infeasibility_report(costs: Costs, *, per_call: bool = False) -> PlacementError:
     """The error for a problem that has no placement; `per_call`: calls of a group may have layouts of their own."""
-    free, given = costs.keeping(), _limiting(costs)
+    costs, free, given = _emptied(costs), _emptied(costs.keeping()), _limiting(costs)
     where = f"{costs.cluster.size} device{'s' if costs.cluster.size > 1 else ''} of {costs.cluster}"
     if given and fits(free, per_call):
-        named = [one for one in given if not fits(costs.keeping(one), per_call)]
+        named = [one for one in given if not fits(_emptied(costs.keeping(one)), per_call)]
         if not named:
-            without = (costs.keeping(*(c for c in costs.constraints if c is not one)) for one in given)
+            without = (_emptied(costs.keeping(*(c for c in costs.constraints if c is not one))) for one in given)
             named = [one for one, rest in zip(given, without, strict=True) if fits(rest, per_call)] or given
         return PlacementError(
             f"no placement on {where} keeps {' and '.join(map(str, named))}: all groups fit there "
@@ -168,6 +168,11 @@ def infeasibility_report(costs: Costs, *, per_call: bool = False) -> PlacementEr
         more = f"The smallest cluster of such nodes that fits is {smallest}."
     text = f"the cluster is too small: {_missing(free, where)}. {more}"
     return PlacementError(f"{text} Or use smaller models, batches or lengths.")
+
+
+def _emptied(costs: Costs) -> Costs:
+    """With all models in host memory between their calls that may wait there."""
+    return costs.offloading(costs.may_wait)
 
 
 def _missing(costs: Costs, where: str) -> str:

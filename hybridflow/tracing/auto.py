@@ -65,8 +65,9 @@ def plan_driver(
     work = workload_of(found, workload, spec)
     rules = [*constraints, *(OneLayout(name) for name in whole(found)), *alone(found)]
 
-    def planned(work: Workload) -> Placement:
+    def planned(work: Workload, last: bool) -> Placement:
         how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": deadline, "seed": seed}
+        how["share_rows"] = last
         return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, search=search, **how), work)
 
     placed = _fitting(found, workload, work, planned)
@@ -74,16 +75,17 @@ def plan_driver(
     return replace(placed, shape=hint) if found.elastic else placed
 
 
-def _fitting(found: Trace, given: Given, work: Workload, planned: Callable[[Workload], T]) -> T:
-    """`planned(work)`, with recomputation where that alone makes the models fit and the driver does not set it."""
+def _fitting(found: Trace, given: Given, work: Workload, planned: Callable[[Workload, bool], T]) -> T:
+    """`planned(work, last)`, with recomputation where that alone makes the models fit and the driver does not set it;
+    `last`: there is no other way."""
+    said = isinstance(given, Workload) or (isinstance(given, Mapping) and "recompute" in given)
+    if work.recompute or said or not found.graph.trained:
+        return planned(work, True)
     try:
-        return planned(work)
+        return planned(work, False)
     except PlacementError as error:
-        said = isinstance(given, Workload) or (isinstance(given, Mapping) and "recompute" in given)
-        if work.recompute or said or not found.graph.trained:
-            raise
         logger.info("%s Activations are computed again instead.", error)
-    return planned(replace(work, recompute=True))
+    return planned(replace(work, recompute=True), True)
 
 
 def whole(found: Trace) -> list[str]:
@@ -176,7 +178,7 @@ class AutoDriver:
         driver = functools.partial(self.driver, *arguments, **named)
         found = trace_driver(driver, models=given.get("models"))
         own = workload_of(found, workload, spec)
-        return _fitting(found, workload, own, lambda work: plan_elastic(found.graph, spec, work, **options))
+        return _fitting(found, workload, own, lambda work, _: plan_elastic(found.graph, spec, work, **options))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         driver = functools.partial(self.driver, *arguments, **named)

@@ -18,6 +18,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
+from hybridflow.models.hf_spec import Decoder, spec_of_config
 from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
 from hybridflow.planner.describe.graph import Graph, keeps_average
 from hybridflow.settings import require
@@ -138,11 +139,13 @@ def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trac
     program.models |= _models(groups, instead)
     trains = {name: group.settings.get("train") for name, group in groups.items()}
     program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
+    waits = {name: group.settings.get("offload") for name, group in groups.items()}
+    program.offload |= {name: asked for name, asked in waits.items() if isinstance(asked, bool)}
     program.averaged = frozenset(name for name, group in groups.items() if keeps_average(group.settings))
     return Trace(program.graph(), groups, round(program.rows), backend.sampled, backend.elastic)
 
 
-def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource]) -> dict[str, ModelSpec | None]:
+def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource]) -> dict[str, Decoder | None]:
     if unknown := [name for name in instead if name not in groups]:
         raise ConfigError(f"{unknown[0]}.model: the driver has no group {unknown[0]!r}.{nearest(unknown[0], groups)}")
     heads: dict[str, Head] = {name: getattr(group.worker_class, "head", "lm") for name, group in groups.items()}
@@ -151,7 +154,7 @@ def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource])
         if name in instead:  # a reference follows the actor, another critic the critic, in any order of names
             for head in (heads[name], None):
                 follow.setdefault((str(group.settings.get("model")), head), instead[name])
-    found: dict[str, ModelSpec | None] = {}
+    found: dict[str, Decoder | None] = {}
     for name, group in groups.items():
         head, own, source = heads[name], group.settings.get("model"), instead.get(name)
         if source is None and own is not None:
@@ -160,12 +163,12 @@ def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource])
     return found
 
 
-def model_spec(source: ModelSource, head: Head = "lm") -> ModelSpec:
+def model_spec(source: ModelSource, head: Head = "lm") -> Decoder:
     """The sizes of a model, from its configuration alone. Errors: CheckpointError without one, ModelError."""
     if isinstance(source, ModelSpec):
         return replace(source, head=head)
     known = PUBLISHED.get(str(source).lower())
-    return ModelSpec.from_hf_config(configuration(source), head) if known is None else replace(known, head=head)
+    return spec_of_config(configuration(source), head) if known is None else replace(known, head=head)
 
 
 def configuration(source: str | os.PathLike[str]) -> Any:

@@ -202,13 +202,12 @@ def _is_primary(where: GroupPlacement, one: CallPlacement, operation: Operation)
     """Whether the group's own ranks have this layout or reach it by their transition."""
     if one.devices != where.devices:
         return False
-    p, t = getattr(where.train, "pp", 1), getattr(where.train, "tp", 1)
-    sizes = p, t, len(where.devices) // (p * t)
-    own = Backend.of(where.train).parallel(*sizes)
+    p, t, cp, ep = (getattr(where.train, name, 1) for name in ("pp", "tp", "cp", "ep"))
+    own = Backend.of(where.train).parallel(p, t, len(where.devices) // (p * t), cp, ep)
     if own is not None and kind_of(operation) == "generation" and where.generate == one.sizes[:2]:
         mesh = Mesh(where.devices)
-        return CallPlan(mesh, Parallel(*one.sizes)).within(CallPlan(mesh, own))
-    return one.sizes == sizes
+        return CallPlan(mesh, Parallel.read(one.sizes)).within(CallPlan(mesh, own))
+    return Parallel.read(one.sizes).cut == (p, t, len(where.devices) // (p * t), cp, ep)
 
 
 def _part(
@@ -223,10 +222,10 @@ def _part(
     if kind == "training" or (found := spec_of(worker_class, settings).replicas.get(kind)) is None:
         why = "it steps the weights" if kind == "training" else "this group gives its weights to no other ranks"
         raise PlacementError(
-            f"{name}.{one.method} is placed with a layout of its own, {'-'.join(map(str, one.sizes))} (p-t-d) on "
+            f"{name}.{one.method} is placed with a layout of its own, {'-'.join(map(str, one.sizes[:3]))} (p-t-d) on "
             f"devices {ranges(one.devices)}, and {why}. Leave it out, or plan with hf.planner.OneLayout({name!r})."
         )
-    p, t, d = one.sizes
+    p, t, d = one.sizes[:3]
     if p * t * d != len(one.devices):
         raise PlacementError(f"{name}.{one.method} asks for p*t*d = {p * t * d} devices, and has {len(one.devices)}.")
     replica, own = found
@@ -234,7 +233,7 @@ def _part(
     at = GroupPlacement(
         one.devices,
         where.nodes,
-        where.train and Backend.of(where.train).sized(Parallel(p, t, d)),
+        where.train and Backend.of(where.train).sized(Parallel.read(one.sizes)),
         (p, t) if generates else None,
         memory_fraction=where.memory_fraction if generates else None,
     )
@@ -247,6 +246,8 @@ def apply_placement(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[
     out = dict(settings)
     if where.train is not None and isinstance(given := settings.get("train"), TrainStrategy):
         out["train"] = _train(where.train, given)
+    if where.offload is not None and isinstance(settings.get("offload"), bool):
+        out["offload"] = where.offload
     if where.generate is not None and isinstance(given := settings.get("generate"), VLLM):
         share = chosen(given, "memory_fraction") or where.memory_fraction or given.memory_fraction
         out["generate"] = replace(given, pp=where.generate[0], tp=where.generate[1], memory_fraction=share)
@@ -269,4 +270,5 @@ def _train(found: Any, given: Any) -> Any:
     own, p, t = Backend.of(given), getattr(found, "pp", 1), getattr(found, "tp", 1)
     if (p > 1 and not own.pipeline) or (t > 1 and not own.tensor):
         p = t = 1
+    priced |= {name: getattr(found, name, 1) for name in ("cp", "ep") if hasattr(given, name)}
     return replace(own.sized(Parallel(p, t, 1)), dp=found.dp if own.pipeline else None, **priced)

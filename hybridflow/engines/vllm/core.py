@@ -24,7 +24,6 @@ from hybridflow.engines.vllm.latent_attention import rotate_heads
 from hybridflow.engines.vllm.requirements import (
     BUILT_IN,
     architecture,
-    latent_size,
     max_length,
     memory_error,
     on_transformers,
@@ -34,7 +33,7 @@ from hybridflow.engines.vllm.requirements import (
 from hybridflow.engines.vllm.resolved import check_resolved
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
 from hybridflow.errors import PlacementError
-from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.hf_spec import Decoder, latent_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,7 +10,7 @@ from hybridflow.engines.vllm.latent_attention import CPU_RANK, CPU_SIZE
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
 from hybridflow.models.families import unread_rope_keys, vllm_only_keys
-from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size
 from hybridflow.models.spec import ModelSpec, read_config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -126,16 +126,6 @@ def _check_experts(spec: Decoder, strategy: VLLM) -> None:
             f"VLLM(tp={strategy.tp}, expert_parallel=True): the model has {experts} experts, and each rank needs one. "
             f"Use tp up to {experts}, or leave expert_parallel out."
         )
-
-
-def latent_size(spec: Decoder) -> int:
-    """Numbers of a token that latent attention (MLA) caches; 0 for other attention.
-
-    vLLM computes minicpm3, whose config has the same keys, with plain attention.
-    """
-    if isinstance(spec, ModelSpec) or not spec.config.get("kv_lora_rank") or spec.family == "minicpm3":
-        return 0
-    return spec.config["kv_lora_rank"] + (getattr(hf_config(spec.config), "qk_rope_head_dim", None) or 0)
 
 
 def _check_latent(spec: Decoder, device_type: str) -> None:

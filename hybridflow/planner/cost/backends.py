@@ -9,17 +9,24 @@ With N data parallel ranks (Rajbhandari et al. 2020), beside the cuts by p and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 from hybridflow.config import FSDP, LoRA, Megatron, TrainStrategy, ZeRO
-from hybridflow.errors import ConfigError, nearest
+from hybridflow.errors import ConfigError, ModelError, PlacementError, nearest
+from hybridflow.models.architecture import architecture
+from hybridflow.models.families import is_packable
+from hybridflow.models.hf_spec import Decoder, check_shared_heads
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.mesh import Parallel
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Workload
+from hybridflow.topology import divisors
 
 
 @dataclass(frozen=True)
@@ -49,19 +56,52 @@ class Backend:
         if (made := BACKENDS.get(type(strategy))) is None:
             known = f"it knows {', '.join(kind.__name__ for kind in BACKENDS)}"
             raise ConfigError(f"the planner has no prices for {strategy!r}, {known}. Place this group by hand.")
-        if unknown := [name for name in ("cp", "ep", "etp") if getattr(strategy, name, None) not in (None, 1)]:
-            raise ConfigError(f"the planner has no prices for {unknown[0]}= of {strategy!r}. Place this group by hand.")
         return made(strategy)
 
     @property
     def sharded(self) -> bool:
         return self.stage == 3
 
-    def parallel(self, p: int, t: int, d: int) -> Parallel | None:
+    def parallel(self, p: int, t: int, d: int, cp: int = 1, ep: int = 1) -> Parallel | None:
         """The layout of such sizes; None where the backend has no such sizes."""
-        if (p > 1 and not self.pipeline) or (t > 1 and not self.tensor) or d % self.copies:
+        unlike = (cp > 1 and not hasattr(self.strategy, "cp")) or (ep > 1 and not hasattr(self.strategy, "ep"))
+        if (p > 1 and not self.pipeline) or (t > 1 and not self.tensor) or d % cp or d // cp % self.copies or unlike:
             return None
-        return Parallel(p, t, d, d // self.copies if self.sharded else 1)
+        with suppress(PlacementError):  # experts that the ranks of a stage cannot share evenly
+            etp = getattr(self.strategy, "etp", None)
+            return Parallel(p, t, d, d // self.copies if self.sharded else 1, cp, ep, etp)
+        return None
+
+    def check(self, model: Decoder, sizes: Parallel, role: str = "the model") -> None:
+        """What the strategy's own checks refuse of families and sizes. Errors: ModelError."""
+        plain, packed = isinstance(model, ModelSpec), getattr(self.strategy, "packed", True)
+        if isinstance(model, ModelSpec) and (sizes.p > model.layers or not model.divides(sizes.t)):
+            model.check_parallel(sizes.p, sizes.t, role)
+        if not self.of_transformers:
+            if self.lora is not None and not plain:
+                raise ModelError(f"{role}: Megatron has adapters for models with a ModelSpec only. Use FSDP(lora=...).")
+            if not plain or sizes.ep > 1:
+                architecture(model).check_parallel(sizes.p, sizes.t, role)
+                architecture(model).check_experts(sizes.ep, sizes.columns, role)
+        elif not isinstance(model, ModelSpec):
+            packed, family = packed and is_packable(model.config), model.family
+            if model.constants:
+                raise ModelError(f"{role}: FSDP and ZeRO do not train {family}, which has {min(model.constants)}.")
+            if sizes.t not in (1, getattr(self.strategy, "tp", 1)):
+                raise ModelError(f"{role}: whether FSDP can cut {family} by t={sizes.t} is not known. Use tp=1.")
+        elif model.kv_heads % sizes.t:
+            raise ModelError(f"{role} has {model.kv_heads} kv-heads, which t={sizes.t} ranks of FSDP cannot share.")
+        check_shared_heads(model, sizes.cp, sizes.t, packed, role)
+
+    def layouts(self, model: Decoder, sizes: Parallel, contexts: Sequence[int]) -> Iterator[Parallel]:
+        """Ways to cut the model by these p, t and d, with one of `contexts` as cp and every ep."""
+        experts = Sizes.of(model).experts if hasattr(self.strategy, "ep") else 0
+        shares = [ep for ep in divisors(sizes.t * sizes.d) if not experts % ep] if experts else [1]
+        for cp, ep in product(contexts, shares):
+            if (own := self.parallel(*sizes.sizes, cp, ep)) is not None:
+                with suppress(ModelError):
+                    self.check(model, own)
+                    yield own
 
     def workload(self, given: Workload) -> Workload:
         """With the settings that the strategy does not leave at their defaults."""
@@ -74,7 +114,8 @@ class Backend:
 
     def sized(self, parallel: Parallel) -> Megatron | FSDP | ZeRO:
         """The strategy with the sizes of a layout, as far as it has such sizes."""
-        sizes: dict[str, Any] = {"pp": parallel.p, "tp": parallel.t, "dp": parallel.d}
+        sizes: dict[str, Any] = {"pp": parallel.p, "tp": parallel.t, "dp": parallel.d // parallel.cp}
+        sizes |= {"cp": parallel.cp, "ep": parallel.ep}
         if getattr(self.strategy, "pp", parallel.p) != parallel.p:
             sizes["stage_layers"] = None  # they were those of other stages
         known = {field.name for field in fields(self.strategy)} & {*sizes}
@@ -101,7 +142,7 @@ MEGATRON = Backend.of(Megatron())
 
 
 @lru_cache(maxsize=256)
-def adapters(model: ModelSpec, lora: LoRA, t: int = 1, shares: int = 1) -> tuple[float, float, float]:
+def adapters(model: Decoder, lora: LoRA, t: int = 1, shares: int = 1) -> tuple[float, float, float]:
     """Of a decoder layer on one of `t` tensor parallel ranks, `shares` of which share the sequence, on average over the
     layers: elements of its adapters, columns that these read and write per token, and columns between A and B.
 

@@ -17,7 +17,6 @@ from hybridflow.planner.cost.hardware import Coefficients, Seconds
 from hybridflow.planner.cost.pipeline_cost import (
     CallContext,
     PipelineSchedule,
-    causal_pairs,
     layer_forward,
     output_forward,
     stage_pass,
@@ -32,13 +31,15 @@ LIMITS: Mapping[str, str] = MappingProxyType(
         "prefill": "reading the prompts (arithmetic)",
         "decode": "reading weights and KV cache for every token (memory bandwidth)",
         "tensor_parallel": "tensor parallel all-reduces",
+        "exchange": "all-to-alls of context parallel ranks and of experts",
         "pipeline": "pipeline bubbles and messages between stages",
         "data_parallel": "messages of data parallel ranks: gradients and parameters",
         "optimizer": "the optimizer step (memory bandwidth)",
+        "offload": "the model's way from and to host memory",
         "fixed": "fixed costs per launch, step and call",
     }
 )
-WAITS = ("tensor_parallel", "pipeline", "data_parallel")
+WAITS = ("tensor_parallel", "exchange", "pipeline", "data_parallel")
 """Causes of time in which a device does nothing itself."""
 
 
@@ -70,6 +71,10 @@ class CallCost:
         name = max(self.parts, key=self.parts.__getitem__)
         share = self.parts[name] / self.seconds if self.seconds else 0.0
         return f"{LIMITS.get(name, name)} ({share:.0%})"
+
+    def beside(self, cause: str, seconds: float) -> CallCost:
+        """With a further cause."""
+        return replace(self, seconds=self.seconds + seconds, parts={**self.parts, cause: seconds})
 
     def times(self, factor: float) -> CallCost:
         if factor == 1.0:
@@ -113,9 +118,14 @@ def exposed_communication(context: CallContext, rows: float, training: bool) -> 
     return first + (last if backend.often else exposed(layer, 0.0, backward)), first + last
 
 
+def _each(context: CallContext, rows: float) -> float:
+    """Rows of a data parallel rank, or of the ranks that share theirs, with most."""
+    return -(-rows * context.parallel.cp // context.parallel.d)
+
+
 def inference(context: CallContext, rows: float) -> CallCost:
     """`rows` rows over all data parallel ranks; the pipeline is filled once (or once per given micro-batch)."""
-    schedule = PipelineSchedule.of(context, max(1.0, -(-rows // context.links.d)), training=False)
+    schedule = PipelineSchedule.of(context, max(1.0, _each(context, rows)), training=False)
     parts = schedule.price(context, training=False)
     each = exposed_communication(context, schedule.rows, training=False)[0]
     parts["data_parallel"] = schedule.flushes * schedule.micro * each
@@ -140,22 +150,25 @@ def training(context: CallContext, rows: float, minibatches: int, epochs: int) -
     see `exposed_communication`."""
     links, size, k, backend = context.links, context.size, context.coefficients, context.backend
     steps = min(minibatches, max(1, int(rows)))
-    shard, width = max(size.stage(links.p)) / links.t, context.itemsize
+    (shard, experts), width = context.held, context.itemsize
     if backend.lora is not None:
-        shard, width = context.stepped, REDUCED  # adapters are float32 too
+        shard, experts, width = context.stepped, 0.0, REDUCED  # adapters are float32 too
     buffers = -(-size.layers // links.p) + 1  # of each layer, and of what lies outside
-    each = -(-rows / steps // links.d)  # the rank with most rows
-    schedule = PipelineSchedule.of(context, max(each, 1.0), training=True)
+    schedule = PipelineSchedule.of(context, max(_each(context, rows / steps), 1.0), training=True)
     parts = schedule.price(context, training=True)
     most, last = exposed_communication(context, schedule.rows, training=True)
     parts["data_parallel"] = (schedule.flushes * schedule.micro - 1) * most + last
-    if backend.stage == 1:
-        parts["data_parallel"] += links.collective(shard * REDUCED, links.d, links.p * links.t, buffers)
-    if not backend.sharded:
-        parts["data_parallel"] += links.collective(shard * width, links.d, links.p * links.t, buffers)
+    sums = [(shard, links.d, links.p * links.t)]
+    if experts:
+        sums.append((experts, int(context.expert_ranks), links.p * context.parallel.experts))
+    for elements, ranks, apart in sums:
+        if backend.stage == 1:
+            parts["data_parallel"] += links.collective(elements * REDUCED, ranks, apart, buffers)
+        if not backend.sharded:
+            parts["data_parallel"] += links.collective(elements * width, ranks, apart, buffers)
     parts["optimizer"] = update(context)
     if context.profile and backend.stage == 1:
-        took = context.profile.parted(context.model, "update", links.t, shard, links.d)
+        took = context.profile.parted(context.model, "update", links.t, shard + experts, links.d)
         parts["optimizer"], parts["data_parallel"] = took or (parts["optimizer"], parts["data_parallel"])
     parts = {name: seconds * steps * epochs for name, seconds in parts.items()}
     parts["fixed"] += k.call_seconds * (1 + steps * epochs)
@@ -166,7 +179,7 @@ def update_work(context: CallContext, rows: float, minibatches: int, epochs: int
     """What `training` gives its pipeline stages to do; activations are in proportion to a micro-batch's tokens, hidden
     size and layers."""
     steps = min(minibatches, max(1, int(rows)))
-    schedule = PipelineSchedule.of(context, max(1.0, -(-rows / steps // context.links.d)), training=True)
+    schedule = PipelineSchedule.of(context, max(1.0, _each(context, rows / steps)), training=True)
     forward = stage_pass(context, schedule.rows, training=False)[0].total
     both = stage_pass(context, schedule.rows, training=True)[0].total
     parts = training(context, rows, minibatches, epochs).parts
@@ -179,8 +192,9 @@ def update_work(context: CallContext, rows: float, minibatches: int, epochs: int
 def update(context: CallContext) -> float:
     """Seconds of an optimizer step on a device, beside messages."""
     links, backend = context.links, context.backend
-    stepped = max(context.size.stage(links.p)) / links.t if backend.lora is None else context.stepped
-    own = stepped / (context.parallel.shards if backend.sharded else links.d)
+    outside, experts = context.held if backend.lora is None else (context.stepped, 0.0)
+    stepped, shards = outside + experts, context.parallel.shards
+    own = stepped / shards if backend.sharded else outside / links.d + experts / context.expert_ranks
     summed = stepped if backend.stage == 1 else own  # gradients that a rank keeps
     if not backend.offload:
         return (own * STATE + summed * CLEARED) / links.bandwidth
@@ -262,9 +276,7 @@ def decode(context: CallContext, rows: float) -> tuple[Seconds, float, float]:
     unless it was measured with the step."""
     links, size, work, k, p = context.links, context.size, context.workload, context.coefficients, context.parallel.p
     layers = -(-size.layers // p)
-    length = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
-    if size.window is not None:
-        length = min(length, size.window)
+    length = size.seen(work.prompt.mean + work.response.square_mean / work.response.mean / 2)  # of an average step
     layer = context.measured("decode", rows, layer_forward(context, rows, 0.0, launch=0.0))
     cache = Seconds(memory=rows * length * cache_bytes(context) / layers / links.bandwidth)
     layer = layer.plus(cache).launched(k.decode_layer_seconds)
@@ -280,7 +292,7 @@ def prefill(context: CallContext, prompts: float) -> tuple[Seconds, float]:
     size, work, p = context.size, context.workload, context.parallel.p
     tokens = prompts * work.prompt.mean
     passes = max(1.0, tokens / PREFILL_TOKENS)
-    pairs = prompts * causal_pairs(size, work.prompt.mean, work.prompt.square_mean) / passes
+    pairs = prompts * size.pairs(work.prompt.mean, work.prompt.square_mean) / passes
     layer = context.measured("forward", tokens / passes, layer_forward(context, tokens / passes, pairs))
     message = context.links.stage_message(tokens / passes * size.hidden * context.itemsize)
     stage = layer.times(-(-size.layers // p))

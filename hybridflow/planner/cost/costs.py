@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import accumulate, combinations
 from typing import Any, NamedTuple, TypeVar
 
 from hybridflow.config import DType
@@ -21,13 +20,23 @@ from hybridflow.planner.cost.call_cost import CallCost, function, generation, in
 from hybridflow.planner.cost.device_memory import DeviceMemory
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
 from hybridflow.planner.cost.layer_profile import LayerProfile
-from hybridflow.planner.cost.pipeline_cost import CallContext, Sizes
+from hybridflow.planner.cost.pins import check_pin, check_split
+from hybridflow.planner.cost.pipeline_cost import CallContext
 from hybridflow.planner.cost.reallocation_cost import reallocation
 from hybridflow.planner.cost.timeline import Contention, Timeline, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
-from hybridflow.planner.describe.constraints import Constraint, OneLayout, Pin, Rules
+from hybridflow.planner.describe.constraints import Constraint, Rules
 from hybridflow.planner.describe.graph import HELPER, Call, Graph, Kind, home
-from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel, generation_sizes, strategies
+from hybridflow.planner.describe.mesh import (
+    CallPlan,
+    ExecutionPlan,
+    Mesh,
+    Parallel,
+    generation_sizes,
+    powers,
+    strategies,
+)
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.pipeline import schedule as pipeline_schedule
 from hybridflow.planner.pipeline.shared_schedule import serial_makespan, together
@@ -85,6 +94,7 @@ class Costs:
         self.coefficients, self.profile, self.margin = coefficients, profile, margin
         self.backends = {group: Backend.of(graph.strategies.get(group)) for group in graph.models}
         self.calls = tuple(call for call in graph.calls if call.group != HELPER)
+        self.contexts, self._sent = (1,), frozenset[str]()
         self.homes = {group: home(graph, group) for group in graph.groups}
         """By group, the call in whose layout its weights stay."""
         self._workloads = {group: backend.workload(workload) for group, backend in self.backends.items()}
@@ -95,9 +105,16 @@ class Costs:
 
     def _constrain(self, constraints: Iterable[Constraint]) -> None:
         self.constraints = tuple(constraints)
-        self.rules = Rules(self.constraints, self.graph.groups, self.cluster.size)
-        for pin in self.rules.pins.values():
-            self._check_pin(pin)
+        self.rules = rules = Rules(self.constraints, self.graph.groups, self.cluster.size)
+        for group, pin in rules.pins.items():
+            check_pin(pin, self.graph, self.backends[group], self.cluster, one_layout=group in rules.one_layout)
+        asked = {group: pin.offload for group, pin in rules.pins.items() if pin.offload is not None}
+        waits = {group for group, waits in {**self.graph.offload, **asked}.items() if waits}
+        self.away = self._sent | waits
+        """Groups whose models are in host memory between their calls, which have one layout."""
+        open_ = {group for group in self.graph.offload if group not in asked and group not in self.graph.generating}
+        self.may_wait = tuple(sorted(open_ - self.away))
+        rules.one_layout = tuple(dict.fromkeys((*rules.one_layout, *sorted(self.away))))
 
     def keeping(self, *constraints: Constraint) -> Costs:
         """The same prices under other constraints."""
@@ -105,9 +122,24 @@ class Costs:
         other._constrain(constraints)
         return other
 
+    def offloading(self, groups: Iterable[str]) -> Costs:
+        """With further groups away between their calls."""
+        other = copy(self)
+        other._sent = self._sent | frozenset(groups)
+        other._constrain(self.constraints)
+        return other
+
+    def sharing_rows(self) -> Costs:
+        """With any power of two of ranks that share rows."""
+        other = copy(self)
+        other.contexts = tuple(powers(self.cluster.size))
+        return other
+
     def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Costs:
         work, rules = workload or self.workload, self.constraints
-        return Costs(cluster, self.graph, work, self.coefficients, self.profile, rules, self.margin)
+        made = Costs(cluster, self.graph, work, self.coefficients, self.profile, rules, self.margin)
+        made = made.offloading(self._sent)
+        return made if self.contexts == (1,) else made.sharing_rows()
 
     @property
     def alike(self) -> tuple[tuple[str, ...], ...]:
@@ -179,10 +211,22 @@ class Costs:
         """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
         not lie across nodes."""
         node = math.gcd(*self.cluster.counts(mesh.devices).values())
-        found = strategies(self.graph.models[group], mesh.size, node)
-        if generates or self.graph.models[group] is None:
-            return found
-        return [own for sizes in found if (own := self.backends[group].parallel(*sizes.sizes)) is not None]
+        model, contexts = self.graph.models[group], self._contexts(group)
+
+        def cut() -> list[Parallel]:
+            found = strategies(model, mesh.size, node)
+            if generates or model is None:
+                return found
+            return [own for sizes in found for own in self.backends[group].layouts(model, sizes, contexts)]
+
+        return self._known.once(("strategies", group, mesh.size, node, generates, contexts), cut)
+
+    def _contexts(self, group: str) -> tuple[int, ...]:
+        """Numbers of ranks that may share rows: those of the strategy or the pin, else one, or all powers of two."""
+        pin, own = self.rules.pins.get(group), getattr(self.backends[group].strategy, "cp", 1)
+        if pin is not None and pin.parallel is not None:
+            return (pin.parallel.cp,)
+        return (own,) if own > 1 else self.contexts
 
     def generation_sizes(self, group: str, mesh: Mesh, train: Parallel) -> list[Parallel]:
         """Layouts in which an engine can generate in the processes that train in `train`."""
@@ -191,60 +235,17 @@ class Costs:
         return [sizes for sizes in every if CallPlan(mesh, sizes).within(within)]
 
     def further(self, plan: ExecutionPlan) -> int:
-        """Layouts that groups have beside that of their weights, and of generation within it."""
+        """Layouts that groups have beside that of their weights, and of generation within it; groups sent away."""
         away = set()
         for call in self.calls:
             at, home = plan[call.name], plan[self.homes[call.group]]
             if at != home and not (call.kind == "generation" and at.within(home)):
                 away.add((call.group, at))
-        return len(away)
+        return len(away) + len(self._sent)
 
     def weighted(self, seconds: float, plan: ExecutionPlan) -> float:
         """Seconds of an iteration that make plans comparable: with the margin for each further layout."""
         return seconds * (1 + self.margin) ** self.further(plan) if self.margin else seconds
-
-    def _check_pin(self, pin: Pin) -> None:
-        """Errors: PlacementError for sizes by which the model is not cut, that its strategy has not, or whose tensor
-        parallel groups would lie across nodes."""
-        model, backend = self.graph.models[pin.group], self.backends[pin.group]
-        for sizes in filter(None, (pin.parallel, pin.generate)):
-            if model is None and sizes.p * sizes.t > 1:
-                raise PlacementError(f"{pin} cannot be: {pin.group} runs functions, which are not cut. Pin p=1, t=1.")
-            try:
-                if model is not None:
-                    model.check_parallel(sizes.p, sizes.t, pin.group)
-            except ModelError as error:
-                raise PlacementError(f"{pin} cannot be: {error}") from None
-            self._check_nodes(pin, sizes)
-        if model is None or pin.parallel is None:
-            return
-        if (own := backend.parallel(*pin.parallel.sizes)) is None:
-            how = f"{pin.group} trains with {backend.strategy}"
-            raise PlacementError(f"{pin} cannot be: {how}, which has no such sizes.")
-        mesh, one = Mesh.of(0, own.size), pin.group in self.rules.one_layout
-        if one and pin.generate and not CallPlan(mesh, pin.generate).within(CallPlan(mesh, own)):
-            raise PlacementError(
-                f"{pin} and {OneLayout(pin.group)} contradict each other: generation sizes divide those of training "
-                "where both have one layout."
-            )
-
-    def _check_nodes(self, pin: Pin, sizes: Parallel) -> None:
-        counts = [node.count for node in self.cluster.nodes]
-        listed, inside = " or ".join(map(str, sorted(set(counts)))), counts
-        if pin.devices is not None:
-            inside = list(self.cluster.counts(pin.devices).values())
-        elif sizes.size <= max(counts):
-            inside = [sizes.size]
-        elif not any(b - a == sizes.size for a, b in combinations(accumulate([0, *counts]), 2)):
-            raise PlacementError(
-                f"{pin} cannot be: {sizes.size} devices are neither devices of one node nor whole nodes, which have "
-                f"{listed}. Use other sizes, or pin devices."
-            )
-        if any(count % sizes.t for count in inside):
-            raise PlacementError(
-                f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have {listed} "
-                "devices. Use a smaller t, or other devices."
-            )
 
     def cost(self, call: str, plan: CallPlan, kv_budget: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `kv_budget` are the bytes of KV cache that each device has for generation;
@@ -260,7 +261,15 @@ class Costs:
         else:
             budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
             found = generation(context, rows, budget, own.ahead if own.continuous else 0)
-        return found.times(self.slowdown(plan.mesh, found.busy))
+        found = found.times(self.slowdown(plan.mesh, found.busy))
+        return found.beside("offload", self.trip(own, plan)) if own.group in self.away else found
+
+    def trip(self, call: Call, plan: CallPlan) -> float:
+        """Seconds in which a model comes from host memory for a call; what the call steps goes back after it, all else
+        is only dropped, and gradients are only allocated. The model of the call before has left by then."""
+        still, host = self.resting(call.group, plan), self._links(plan.mesh, self.workload.dtype).host
+        copies = 2 if call.kind == "training" else 1
+        return copies * (still.static - still.gradients) / host * self.slowdown(plan.mesh)
 
     def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
         """Seconds of two training calls that share the pipeline stages of `plan` (`hf.together`): those of one after
@@ -298,15 +307,13 @@ class Costs:
         model, sizes = self.graph.models[group], plan.parallel
         if model is None:
             return None
-        if not model.divides(sizes.t) or sizes.p > model.layers:
-            raise ModelError(
-                f"{group} cannot be split by p={sizes.p}, t={sizes.t}: it has {model.layers} layers, {model.heads} "
-                f"heads, {model.kv_heads} kv-heads and {model.intermediate} MLP columns."
-            )
+        check_split(model, sizes, group)
         backend, work = self.backends[group], self._workloads[group]
         if kind == "generation":
             backend, work = MEGATRON, self.workload
-        if backend.strategy is not MEGATRON.strategy and backend.parallel(*sizes.sizes) != sizes:
+        elif kind is not None:
+            self._known.once(("checked", group, sizes), lambda: backend.check(model, sizes, group))
+        if backend.strategy is not MEGATRON.strategy and backend.parallel(*sizes.cut) != sizes:
             if kind is not None or sizes.shards > 1:
                 name = type(backend.strategy).__name__
                 raise ModelError(f"{group} cannot have p-t-d = {sizes}: {name} as it is set has no such layout.")
@@ -340,10 +347,14 @@ class Costs:
             home = {"backend": self.backends[group], "workload": self._workloads[group]}
             whole = memory.static(replace(context, parallel=Parallel(), links=one, **home), copied)
             beside = whole.static / plan.mesh.size if copied else memory.weights(context)
-        return max(0.0, capacity - beside - (memory.weights(context) if copied else 0.0))
+        return max(0.0, capacity - beside - (memory.weights(context) if copied or group in self.away else 0.0))
 
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
+        return DeviceMemory() if group in self.away else self.resting(group, plan)
+
+    def resting(self, group: str, plan: CallPlan) -> DeviceMemory:
+        """`still` of a group that is here or in host memory."""
         if (context := self.context(group, plan)) is None:
             return DeviceMemory()
         return memory.static(context, group in self.graph.trained, group in self.graph.averaged)
@@ -362,7 +373,10 @@ class Costs:
         own, copied = self.graph.call(call), home is not None and home != plan
         context = self.context(own.group, plan, own.kind)
         rows = self.workload.rows * own.rows / (self.minibatches(own)[0] if own.kind == "training" else 1)
-        return DeviceMemory() if context is None else memory.active(context, own.kind, rows, copied, kv_budget)
+        if context is None:
+            return DeviceMemory()
+        found = memory.active(context, own.kind, rows, copied, kv_budget)
+        return replace(found, visiting=self.resting(own.group, plan).static) if own.group in self.away else found
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
@@ -393,7 +407,8 @@ class Costs:
                 return None
             return Option(plan, cost.seconds, static, active, other - active, cost.busy)
 
-        found = self._known.once((call.name, parallel, self.shape(mesh) if shape is None else shape), priced)
+        key = (call.name, parallel, self.shape(mesh) if shape is None else shape, call.group in self.away)
+        found = self._known.once(key, priced)
         return found if found is None or found.plan.mesh == mesh else found._replace(plan=CallPlan(mesh, parallel))
 
     def beside(self, call: Call, plan: CallPlan, static: float) -> CallCost:
@@ -404,7 +419,7 @@ class Costs:
     def generation(self, call: Call, plan: CallPlan, beside: float) -> CallCost:
         """`beside` of a generation call, with static bytes rounded up to a 64th of the smallest memory."""
         steps = math.ceil(beside / self.step - 1e-9)
-        key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
+        key = (call.name, plan.parallel, self.shape(plan.mesh), steps, call.group in self.away)
         return self._known.once(key, lambda: self.beside(call, plan, steps * self.step))
 
     def moved(self, group: str, source: CallPlan, target: CallPlan) -> float:

@@ -29,6 +29,8 @@ class DeviceMemory:
     gathered: float = 0.0
     """Parameters of other ranks, and gradients that are not theirs yet."""
     average: float = 0.0
+    visiting: float = 0.0
+    """The state of a group that is in host memory between its calls."""
 
     @cached_property
     def static(self) -> float:
@@ -36,7 +38,7 @@ class DeviceMemory:
 
     @cached_property
     def active(self) -> float:
-        return self.activations + self.kv_cache + self.logits + self.weights + self.gathered
+        return self.activations + self.kv_cache + self.logits + self.weights + self.gathered + self.visiting
 
 
 GRADIENT = 4
@@ -49,7 +51,7 @@ READ, TRAINED = 2 + 4 + 4, 2 + 4 + 4 + 2
 
 def weights(context: CallContext) -> float:
     """Bytes of the parameters on the device with most."""
-    return max(context.size.stage(context.parallel.p)) / context.parallel.weights[1] * context.itemsize
+    return sum(context.held) / context.parallel.shards * context.itemsize
 
 
 def static(context: CallContext, trained: bool, averaged: bool = False) -> DeviceMemory:
@@ -63,14 +65,15 @@ def static(context: CallContext, trained: bool, averaged: bool = False) -> Devic
         own = context.stepped / context.parallel.shards
         ranks = 1 if backend.sharded else context.parallel.d
         return DeviceMemory(parameters + own * MAIN, own * GRADIENT, own * MOMENTS / ranks)
-    shard, d = parameters / context.itemsize, context.parallel.d
+    shard, d, (outside, experts) = parameters / context.itemsize, context.parallel.d, context.held
     if backend.sharded:  # parameters are their own float32 main ones
         return DeviceMemory(shard * MAIN, shard * GRADIENT, shard * MOMENTS)
-    state = (MOMENTS + (MAIN if context.itemsize < MAIN else 0)) / d
+    state = MOMENTS + (MAIN if context.itemsize < MAIN else 0)
     gradients = GRADIENT / d if backend.stage == 2 else GRADIENT
     if backend.offload:
         return DeviceMemory(parameters, 0.0 if backend.stage == 2 else shard * gradients)
-    return DeviceMemory(parameters, shard * gradients, shard * state)
+    own = outside / d + experts / context.expert_ranks
+    return DeviceMemory(parameters, shard * gradients, own * state)
 
 
 def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget: float | None = None) -> DeviceMemory:
@@ -78,7 +81,7 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
 
     Generation needs a KV cache for a few rows at least, and uses what its rows need of `kv_budget`."""
     own = weights(context) if copy else 0.0
-    each = max(1.0, -(-rows // context.parallel.d))
+    each = max(1.0, -(-rows * context.parallel.cp // context.parallel.d))
     if kind == "generation":
         cache = min(each, LEAST_ROWS * context.parallel.p) * context.workload.longest * cache_bytes(context)
         if kv_budget is not None:
@@ -96,6 +99,9 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
         tokens = max(work.tokens, min(work.micro_tokens, share * work.tokens))
     longer = max(0.0, work.longest - tokens)  # a row that is longer than a micro-batch is one of its own
     answers = max(tokens * work.response.mean / work.tokens, work.response.max)
+    if (cp := context.parallel.cp) > 1:  # a rank may have the answers of a row alone
+        tokens, longer = tokens / cp, longer / cp
+        answers = min(answers, tokens + longer)
     logits, layer = answers * size.vocab / t if size.vocab > 1 else 0.0, saved_activations(context)
     # two layers (one computes, the next is on its way) and all that lies outside of the layers
     gathered = (2 * size.layer + size.outside) / t * context.itemsize if context.backend.sharded else 0.0
@@ -127,5 +133,7 @@ def saved_activations(context: CallContext) -> float:
     norms, wide = 4.0, 3
     if context.backend.of_transformers:
         norms, wide = (6.0 if itemsize == 4 else 4 + 2 * 4 / itemsize), 4
-    own = 2 * size.queries / t + 2 * size.keys_on(t) + wide * size.intermediate / t
+    own = 2 * size.queries / t + 2 * size.keys_on(t) + wide * size.intermediate / t + 2 * size.latent / t
+    if size.experts:  # of each token a copy for each expert that it meets
+        own += size.chosen * size.sparse * (2 * size.hidden + wide * size.columns) / t
     return (norms * size.hidden / context.links.shares + own) * itemsize

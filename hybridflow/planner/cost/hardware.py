@@ -132,6 +132,17 @@ class LinkModel:
         copies = min(self.t, self.local) / self.shares
         return self.launch + self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
 
+    def all_to_all(self, nbytes: float, ranks: int, apart: int) -> float:
+        """Seconds in which each of `ranks` ranks, `apart` ranks from each other, gives every other one its part of
+        `nbytes`. All such groups work at once and share the network of their nodes."""
+        if ranks == 1:
+            return 0.0
+        if self.inside(apart * ranks):
+            return self.launch + self.latency + (ranks - 1) / ranks * nbytes / self.link
+        near = max(1, min(ranks, self.local // apart))
+        leaves, stays = (ranks - near) / ranks * nbytes, (near - 1) / ranks * nbytes
+        return self.launch + self.network_latency + max(leaves * self.local / self.network, stays / self.link)
+
     def collective(self, nbytes: float, ranks: int, apart: int, buffers: int = 1) -> float:
         """Seconds of one reduce-scatter, or one all-gather, of `nbytes` in `buffers` over `ranks` ranks that are
         `apart` ranks from each other. All such groups work at once and share the network of their nodes."""
@@ -146,21 +157,23 @@ class LinkModel:
 
 
 class Seconds(NamedTuple):
-    """Of one pass of one micro-batch: arithmetic, memory traffic, tensor parallel messages, and what its launches take
-    beyond these."""
+    """Of one pass of one micro-batch: arithmetic, memory traffic, tensor parallel messages, all-to-alls, and what its
+    launches take beyond these."""
 
     compute: float = 0.0
     memory: float = 0.0
     tensor_parallel: float = 0.0
+    exchange: float = 0.0
     fixed: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.memory + self.tensor_parallel + self.fixed
+        return self.compute + self.memory + self.tensor_parallel + self.exchange + self.fixed
 
     def launched(self, seconds: float) -> Seconds:
         """With launches of `seconds`, which overlap with the device's work."""
-        return self._replace(fixed=max(self.fixed, seconds - self.compute - self.memory - self.tensor_parallel))
+        works = self.compute + self.memory + self.tensor_parallel + self.exchange
+        return self._replace(fixed=max(self.fixed, seconds - works))
 
     def plus(self, other: Seconds) -> Seconds:
         return Seconds(*map(add, self, other))

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from hybridflow.errors import ConfigError
+from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.hardware import Coefficients, Seconds
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
@@ -101,13 +102,14 @@ class LayerProfile:
         known = {"call_seconds": self.call_seconds, "link": None if self.bandwidth is None else 1.0}
         return replace(given, **{name: value for name, value in known.items() if value is not None})
 
-    def parted(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:
+    def parted(self, model: Decoder, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:
         """Measured seconds at `number` tokens, rows or elements: (computing, waiting for others); None if not
         measured."""
-        curve: Curve | None = self.__dict__["_index"].get((architecture(model), kind, t, d))
+        key = (architecture(model), kind, t, d) if isinstance(model, ModelSpec) else None
+        curve: Curve | None = self.__dict__["_index"].get(key)
         return None if curve is None else (curve.at(number) * curve.busy, curve.at(number) * (1 - curve.busy))
 
-    def layer(self, model: ModelSpec, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
+    def layer(self, model: Decoder, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
         """The measured seconds; `formula` if not measured."""
         found = self.parted(model, kind, t, tokens)
         if found is None:
@@ -115,7 +117,7 @@ class LayerProfile:
         works, waits = found if t > 1 else (sum(found), formula.tensor_parallel)
         known = formula.compute + formula.memory
         share = formula.compute / known if known else 1.0
-        return Seconds(works * share, works * (1 - share), waits)
+        return Seconds(works * share, works * (1 - share), waits, formula.exchange)
 
     def __str__(self) -> str:
         lines = [f"profile of {self.device}"]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
+from functools import cached_property
 
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.hf_spec import Decoder
 from hybridflow.planner.cost.backends import MEGATRON, Backend, adapters
 from hybridflow.planner.cost.hardware import BYTES, Coefficients, LinkModel, Seconds
 from hybridflow.planner.cost.layer_profile import LayerProfile, Pass
 from hybridflow.planner.describe.mesh import Parallel
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Workload
 
 # Elements that pass by between products, for each that there is, as one kernel after another reads and writes them:
@@ -29,58 +29,11 @@ LOGITS = 4 * 4.0  # bytes of float32 logits that pass by: written, read twice (m
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Elements of a model's parts: a decoder `layer` of `tensors` tensors, the `embedding` and the `output`."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    queries: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    layer: int
-    tensors: int
-    embedding: int
-    output: int
-    total: int
-    window: int | None
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def of(model: ModelSpec) -> Sizes:
-        layer = sum(prod(shape) for shape in model.layer_tensors(0).values())
-        total, embedding = model.num_parameters, model.vocab * model.hidden
-        output = total - layer * model.layers - embedding - model.hidden
-        if model.head == "lm" and model.tied:
-            output = embedding  # the last stage keeps a copy of what it computes logits with
-        same = {name: getattr(model, name) for name in ("hidden", "intermediate", "layers", "kv_heads", "head_dim")}
-        queries, vocab = model.heads * model.head_dim, model.vocab if model.head == "lm" else 1
-        parts = {"layer": layer, "tensors": len(model.layer_tensors(0)), "embedding": embedding, "output": output}
-        return Sizes(**same, **parts, queries=queries, vocab=vocab, total=total, window=model.sliding_window)
-
-    @property
-    def outside(self) -> int:
-        return self.total - self.layers * self.layer
-
-    def keys_on(self, t: int) -> float:
-        """Columns of keys on a device: kv-heads are repeated where t is larger than their number."""
-        return max(self.kv_heads / t, 1) * self.head_dim
-
-    def stage(self, p: int) -> tuple[float, float]:
-        """Elements of the first and of the last of p stages (the same when p is 1); larger stages come first."""
-        if p == 1:
-            return self.total, self.total
-        most, least = -(-self.layers // p), self.layers // p
-        return most * self.layer + self.embedding, least * self.layer + self.hidden + self.output
-
-
-@dataclass(frozen=True)
 class CallContext:
     """Inputs of all formulas of a call: its devices, model and workload."""
 
     links: LinkModel
-    model: ModelSpec
+    model: Decoder
     size: Sizes
     parallel: Parallel
     workload: Workload
@@ -98,8 +51,18 @@ class CallContext:
         the layers."""
         size, lora, t = self.size, self.backend.lora, self.parallel.t
         if lora is None:
-            return size.layer / t, size.outside / t
+            return (size.layer - size.expert) / t + size.expert / self.parallel.experts, size.outside / t
         return adapters(self.model, lora, t)[0], float(size.hidden if self.model.head == "value" else 0)
+
+    @cached_property
+    def held(self) -> tuple[float, float]:
+        """Elements on the rank with most that computes with them: outside of routed experts, and in these."""
+        return self.size.held(self.parallel.p, self.parallel.t, self.parallel.experts)
+
+    @property
+    def expert_ranks(self) -> float:
+        """Ranks that hold the same experts."""
+        return self.parallel.t * self.parallel.d / self.parallel.experts
 
     @property
     def stepped(self) -> float:
@@ -126,19 +89,41 @@ def layer_forward(context: CallContext, tokens: float, pairs: float, launch: flo
     queries, wide = size.queries / links.t, size.intermediate / links.t
     attention = 4 * pairs * queries / (links.flops * k.attention)
     moved = APART * size.hidden / links.shares + ROTATED * (queries + size.keys_on(links.t)) + GATED * wide
+    if size.experts:
+        moved += size.chosen * size.sparse * (APART * size.hidden + GATED * size.columns) / links.t
     return Seconds(
         compute=layer_products(context, tokens) + attention,
         memory=tokens * moved * itemsize / links.bandwidth,
         tensor_parallel=2 * links.tensor_all_reduce(tokens * size.hidden * itemsize),
+        exchange=exchanges(context, tokens) if context.parallel.cp * context.parallel.ep > 1 else 0.0,
     ).launched(LAUNCHES * k.latency if launch is None else launch)
+
+
+def exchanges(context: CallContext, tokens: float) -> float:
+    """Seconds of a layer's all-to-alls: heads of a context parallel rank's `tokens` tokens to and from attention, and
+    tokens to their experts and back, spread evenly."""
+    links, size, parallel, seconds = context.links, context.size, context.parallel, 0.0
+    if (cp := parallel.cp) > 1:  # too few kv-heads are repeated
+        columns = 2 * size.queries / links.t + 2 * max(size.keys_on(links.t), cp * size.head_dim)
+        seconds += 2 * links.all_to_all(tokens * columns / 2 * context.itemsize, cp, links.p * links.t)
+    if parallel.ep > 1:  # each rank sends its part of the tokens, once for each expert that they meet
+        sent = tokens / links.t * size.chosen * size.sparse * parallel.columns * size.hidden * context.itemsize
+        seconds += 2 * links.all_to_all(sent, parallel.experts, links.p if parallel.experts > links.t else 1)
+    return seconds
 
 
 def layer_products(context: CallContext, tokens: float) -> float:
     """Seconds of a decoder layer's products with its weights."""
     size, t = context.size, context.links.t
-    hidden, queries, wide = size.hidden, size.queries / t, size.intermediate / t
-    attention = product(context, tokens, hidden * (2 * queries + 2 * size.keys_on(t)), queries)
-    return attention + product(context, tokens, 3 * hidden * wide, wide)
+    queries, wide, keys = size.queries / t, size.intermediate / t, 2 * size.hidden * size.keys_on(t)
+    found = product(context, tokens, size.attention / t + keys, queries)
+    found += product(context, tokens, size.mlp / t, wide) if size.mlp else 0.0
+    if not size.experts:
+        return found
+    parts = context.parallel.experts  # of tokens that come together, each expert of a rank meets its share
+    touched = 1 - (1 - size.met) ** max(1.0, tokens * parts / t)
+    rows, weights = tokens * parts / t * size.met / touched, size.expert / parts * touched
+    return found + product(context, rows, weights, size.columns / context.parallel.columns)
 
 
 def backward(context: CallContext, forward: Seconds, trained: float, frozen: float = 0.0) -> Seconds:
@@ -146,7 +131,8 @@ def backward(context: CallContext, forward: Seconds, trained: float, frozen: flo
     and the gradients of `trained` parameters of this rank: they go into the sums of their mini-batch, written and read
     as they are, the float32 sums read and written. `frozen`: seconds of products with weights without a gradient."""
     links, launches = context.links, 2 * LAUNCHES * context.coefficients.latency if forward.total else 0.0
-    twice = Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel).launched(launches)
+    waits = forward.tensor_parallel, forward.exchange
+    twice = Seconds(2 * forward.compute - frozen, 2 * forward.memory, *waits).launched(launches)
     return twice.plus(Seconds(memory=trained * 2 * (context.itemsize + SUMS) / links.bandwidth))
 
 
@@ -161,14 +147,6 @@ def output_forward(context: CallContext, tokens: float) -> Seconds:
         memory=tokens * columns * LOGITS / links.bandwidth,
         tensor_parallel=links.tensor_all_reduce(3 * 4 * tokens),
     ).launched(LAUNCHES * context.coefficients.latency)
-
-
-def causal_pairs(size: Sizes, tokens: float, square: float) -> float:
-    """Attention pairs of one row of `tokens` tokens (mean; `square` is the mean square)."""
-    if size.window is None or size.window >= tokens:
-        return square / 2
-    inside = size.window
-    return inside * (2 * tokens - inside) / 2
 
 
 @dataclass(frozen=True)
@@ -203,16 +181,16 @@ class PipelineSchedule:
         stage, message = stage_pass(context, self.rows, training)
         p, busy = context.parallel.p, stage.times(self.micro * self.flushes)
         waits = (p - 1) * stage.total + (self.micro + p - 1) * message
-        *works, fixed = busy
-        causes = "compute", "memory", "tensor_parallel", "pipeline", "fixed"
-        return dict(zip(causes, (*works, self.flushes * waits, fixed), strict=True))
+        parts = busy._asdict()
+        return parts | {"pipeline": self.flushes * waits, "fixed": parts.pop("fixed")}
 
 
 def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Seconds, float]:
     """One micro-batch of `rows` rows on the slowest stage, and its messages to the next stage and back [s]."""
     links, size, work, p = context.links, context.size, context.workload, context.parallel.p
+    rows /= context.parallel.cp  # their tokens are shared
     tokens = rows * work.tokens
-    layer = layer_pass(context, tokens, rows * causal_pairs(size, work.tokens, work.square), training)
+    layer = layer_pass(context, tokens, rows * size.pairs(work.tokens, work.square), training)
     read = rows * work.response.mean
     forward = output_forward(context, read)
     frozen = forward.compute if context.backend.lora is not None else 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import NamedTuple
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
 from hybridflow.planner.describe.mesh import CallPlan
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.topology import GenerationGrid, RankGrid, even_bounds
 
 Floats = NDArray[np.floating]
@@ -41,6 +41,10 @@ class Volume(NamedTuple):
     """At most by a device; all of them receive `busy` times as many on average."""
     busy: float = 1.0
 
+    def plus(self, other: Volume) -> Volume:
+        both = [mine + theirs for mine, theirs in zip(self, other, strict=True)]
+        return Volume(both[0], both[1], self.messages + other.messages, both[3], max(self.busy, other.busy))
+
 
 @dataclass(frozen=True)
 class LayoutChange:
@@ -57,8 +61,10 @@ class LayoutChange:
     """Where sizes divide, groups of the target are those that keep what a rank holds."""
 
     @classmethod
-    def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> LayoutChange:
-        before, after = source.parallel.weights, target.parallel.weights
+    def of(
+        cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan, experts: bool = False
+    ) -> LayoutChange:
+        before, after = (one.parallel.expert_weights if experts else one.parallel.weights for one in (source, target))
         if source.mesh == target.mesh:
             # where equal blocks of neighbours each hold the whole model in both layouts, every block finds in itself
             # what it needs, and the first one is priced; else all
@@ -170,7 +176,15 @@ def reallocation(
 
     Host processes read each other's memory. `fresh`: the target's memory is allocated for the move. Errors:
     PlacementError when a mesh is not in the cluster."""
-    moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
+    if source.parallel.ep == target.parallel.ep == 1:
+        moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
+    else:
+        rest, routed = (
+            replace(size, layer=size.layer - size.expert),
+            replace(size, layer=size.expert, embedding=0, output=0),
+        )
+        moved = volume(LayoutChange.of(rest, cluster, source, target), itemsize)
+        moved = moved.plus(volume(LayoutChange.of(routed, cluster, source, target, experts=True), itemsize))
     if not moved.messages:
         return 0.0, 1.0
     nodes = [cluster.nodes[i] for i in {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}]

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridflow.config import SGD, VLLM, DType
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.hf_spec import Decoder, TransformersSpec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import GIB
 from hybridflow.planner.cost.backends import Backend
@@ -40,7 +40,7 @@ class PlacedGroup:
     @classmethod
     def of(cls, name: str, model: Decoder, settings: Mapping[str, Any], grid: RankGrid) -> PlacedGroup | None:
         """None for models, strategies and sizes that the planner does not know."""
-        if not isinstance(model, ModelSpec):
+        if not isinstance(model, ModelSpec | TransformersSpec):
             return None
         node = NodeSpec(DeviceSpec("device", 1.0, _DTYPES, 1.0), grid.size, 1.0)
         trained = frozenset() if settings.get("optim") is None else frozenset((name,))
@@ -49,7 +49,7 @@ class PlacedGroup:
         try:
             costs = Costs(ClusterSpec((node,), 1.0), graph, Workload(rows=1, prompt=1, response=1))
             backend = costs.backends[name]
-            parallel = backend.parallel(grid.p, grid.t, grid.d)
+            parallel = backend.parallel(grid.p, grid.t, grid.d, 1, grid.ep)
             plan = None if parallel is None else CallPlan(Mesh.of(0, grid.size), parallel)
             return plan and cls(name, settings, backend, costs.still(name, plan))
         except (ConfigError, ModelError):

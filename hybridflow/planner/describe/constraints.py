@@ -15,12 +15,14 @@ from hybridflow.topology import check_sizes
 @dataclass(frozen=True)
 class Pin:
     """All calls of `group` run on `devices`, its training and inference calls with `parallel`, generation with
-    `generate`. What is None stays open."""
+    `generate`; with `offload` its model waits in host memory between them, with False it never does. What is None
+    stays open."""
 
     group: str
     devices: tuple[int, ...] | None = None
     parallel: Parallel | None = None
     generate: Parallel | None = None
+    offload: bool | None = None
 
     def __post_init__(self) -> None:
         if self.devices is not None:
@@ -32,7 +34,7 @@ class Pin:
 
     def joined(self, other: Pin) -> Pin | None:
         """Both pins of a group as one; None where they contradict each other."""
-        both = [(getattr(self, name), getattr(other, name)) for name in ("devices", "parallel", "generate")]
+        both = [(getattr(self, name), getattr(other, name)) for name in ("devices", "parallel", "generate", "offload")]
         if any(mine is not None and theirs is not None and mine != theirs for mine, theirs in both):
             return None
         with suppress(PlacementError):
@@ -47,7 +49,10 @@ class Pin:
 
     def __str__(self) -> str:
         asked = {"devices": self.devices and Mesh(self.devices), "parallel": self.parallel, "generate": self.generate}
-        return f"Pin({self.group}, {', '.join(f'{name}={value}' for name, value in asked.items() if value)})"
+        asked |= {"offload": self.offload}
+        return (
+            f"Pin({self.group}, {', '.join(f'{name}={value}' for name, value in asked.items() if value is not None)})"
+        )
 
 
 class _Named:
@@ -123,13 +128,13 @@ class Rules:
     def pinned_sizes(self, group: str, parallel: Parallel) -> bool:
         """Some call of this group is to have these sizes."""
         pin = self.pins.get(group)
-        return pin is not None and any(x and x.sizes == parallel.sizes for x in (pin.parallel, pin.generate))
+        return pin is not None and any(x and x.cut == parallel.cut for x in (pin.parallel, pin.generate))
 
     def allows(self, group: str, mesh: Mesh, parallel: Parallel, generates: bool = False) -> bool:
         """A call of this group may run so, as far as this group's own constraints go."""
         pin = self.pins.get(group)
         asked = pin and (pin.generate if generates else pin.parallel)
-        return self.allows_mesh(group, mesh) and (asked is None or asked.sizes == parallel.sizes)
+        return self.allows_mesh(group, mesh) and (asked is None or asked.cut == parallel.cut)
 
     def allows_mesh(self, group: str, mesh: Mesh) -> bool:
         """Some call of this group may run there, as far as this group's own constraints go."""

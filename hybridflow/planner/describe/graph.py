@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from hybridflow.config import TrainStrategy
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.hf_spec import Decoder
 
 Kind = Literal["generation", "inference", "training", "function"]
 EdgeKind = Literal["data", "parameters", "driver"]
@@ -58,7 +58,7 @@ class Graph:
     calls: tuple[Call, ...]
     """In program order."""
     edges: tuple[Edge, ...]
-    models: Mapping[str, ModelSpec | None]
+    models: Mapping[str, Decoder | None]
     """By group; None where it runs functions."""
     trained: frozenset[str]
     """Groups whose weights a call of the loop steps."""
@@ -66,6 +66,8 @@ class Graph:
     """By group, what its model is trained and kept with: `Megatron` where none is given."""
     averaged: frozenset[str] = frozenset()
     """Groups that keep a moving average of their weights on their devices."""
+    offload: Mapping[str, bool] = field(default_factory=dict)
+    """Groups whose model can wait in host memory between their calls, and whether the driver says that it does."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Call]:
@@ -145,9 +147,10 @@ class GraphBuilder:
     The last iteration is taken as the one that all others are like; two are enough to see what reaches from one into
     the next, unless the first is unlike the others."""
 
-    models: dict[str, ModelSpec | None] = field(default_factory=dict)
+    models: dict[str, Decoder | None] = field(default_factory=dict)
     strategies: dict[str, TrainStrategy] = field(default_factory=dict)
     averaged: frozenset[str] = frozenset()
+    offload: dict[str, bool] = field(default_factory=dict)
     iteration: int = 0
     stream: tuple[int, bool] = (0, False)  # `ahead` and `continuous` of the calls to come
     _calls: dict[str, Call] = field(default_factory=dict)
@@ -235,7 +238,8 @@ class GraphBuilder:
         functions = {call for call in calls if call.kind == "inference" and models[call.group] is None}
         calls = tuple(replace(call, kind="function") if call in functions else call for call in calls)
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
-        graph = Graph(calls, tuple(edges), models, self.trained, strategies, self.averaged & models.keys())
+        waits = {group: asked for group, asked in self.offload.items() if models.get(group) is not None}
+        graph = Graph(calls, tuple(edges), models, self.trained, strategies, self.averaged & models.keys(), waits)
         ahead = {call.name: call.ahead for call in calls}
         needed = self._without_implied(graph)
         later = (replace(e, distance=e.distance + ahead[e.target]) if e.distance else e for e in needed)

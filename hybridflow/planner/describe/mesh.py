@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from hybridflow.errors import PlacementError
+from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import ranges
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
@@ -58,18 +59,25 @@ class Mesh:
 @dataclass(frozen=True)
 class Parallel:
     """Pipeline, tensor and data parallel sizes. `shards` data parallel ranks, neighbours among these, share one copy of
-    the parameters (FSDP, ZeRO 3); with 1 each has its own. Errors: PlacementError for a size below one, and for shards
-    that do not divide d."""
+    the parameters (FSDP, ZeRO 3); with 1 each has its own. `cp` data parallel ranks share their rows. `ep` and `etp`
+    are those of `RankGrid`. Errors: PlacementError for a size below one, for shards and cp that do not divide d, and
+    those of `ExpertGrid`."""
 
     p: int = 1
     t: int = 1
     d: int = 1
     shards: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes("Parallel", p=self.p, t=self.t, d=self.d, shards=self.shards)
-        if self.d % self.shards:
-            raise PlacementError(f"Parallel(d={self.d}, shards={self.shards}): shards must divide d.")
+        check_sizes("Parallel", p=self.p, t=self.t, d=self.d, shards=self.shards, cp=self.cp)
+        for name in ("shards", "cp"):
+            if self.d % getattr(self, name):
+                raise PlacementError(f"Parallel(d={self.d}, {name}={getattr(self, name)}): {name} must divide d.")
+        if self.ep != 1 or self.etp is not None:
+            _ = self.grid
 
     @property
     def size(self) -> int:
@@ -80,16 +88,47 @@ class Parallel:
         return self.p, self.t, self.d
 
     @property
+    def cut(self) -> tuple[int, int, int, int, int]:
+        return self.p, self.t, self.d, self.cp, self.ep
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """As a placement has it."""
+        return self.sizes if self.cp == self.ep == 1 else self.cut
+
+    @classmethod
+    def read(cls, sizes: Sequence[int]) -> Parallel:
+        p, t, d, cp, ep = (*sizes, 1, 1)[:5]
+        return cls(p, t, d, cp=cp, ep=ep)
+
+    @property
+    def columns(self) -> int:
+        """Ranks that share the columns of an expert."""
+        return self.etp or (self.t if self.ep == 1 else 1)
+
+    @property
+    def experts(self) -> int:
+        """Ranks that share the routed experts of a stage."""
+        return self.ep * self.columns
+
+    @property
     def weights(self) -> tuple[int, int, int]:
         """Sizes (p, t, d) of how parameters lie: shards cut them as further tensor parallel ranks would."""
         return self.p, self.t * self.shards, self.d // self.shards
 
     @property
+    def expert_weights(self) -> tuple[int, int, int]:
+        """`weights` of routed experts."""
+        parts = self.experts * self.shards
+        return self.p, parts, self.t * self.d // parts
+
+    @property
     def grid(self) -> RankGrid:
-        return RankGrid(p=self.p, t=self.t, d=self.d)
+        return RankGrid(p=self.p, t=self.t, d=self.d, ep=self.ep, etp=self.etp)
 
     def __str__(self) -> str:
-        return f"{self.p}-{self.t}-{self.d}"
+        more = {"cp": self.cp, "ep": self.ep}
+        return "-".join(map(str, self.sizes)) + "".join(f" {name}={n}" for name, n in more.items() if n > 1)
 
 
 @dataclass(frozen=True)
@@ -205,13 +244,21 @@ def meshes(cluster: ClusterSpec) -> list[Mesh]:
     return [Mesh(devices) for devices in found]
 
 
-def strategies(model: ModelSpec | None, size: int, node: int) -> list[Parallel]:
+def divides(model: Decoder, t: int) -> bool:
+    """Whether every layer can be cut into t equal parts; of families that only transformers describes, as vLLM cuts
+    them."""
+    if isinstance(model, ModelSpec):
+        return model.divides(t)
+    return not model.heads % t and (not model.kv_heads % t or not t % model.kv_heads)
+
+
+def strategies(model: Decoder | None, size: int, node: int) -> list[Parallel]:
     """All p, t, d on `size` devices that the model can be cut by; tensor parallel groups lie within `node` neighbours.
 
     A group without a model (functions) is data parallel."""
     if model is None:
         return [Parallel(d=size)]
-    tensor = (t for t in divisors(size) if node % t == 0 and model.divides(t))
+    tensor = (t for t in divisors(size) if node % t == 0 and divides(model, t))
     return [Parallel(p, t, size // t // p) for t in tensor for p in divisors(size // t) if p <= model.layers]
 
 

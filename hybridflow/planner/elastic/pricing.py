@@ -17,7 +17,7 @@ from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.cost.reallocation_cost import reallocation
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
-from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, powers
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, divides, powers
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.planner.elastic.gain import POLICIES
 from hybridflow.planner.elastic.simulation import ElasticRun, best_static, simulate_elastic
@@ -125,7 +125,7 @@ def _sizes(costs: Costs, name: str, calls: Sequence[Call], given: Parallel | Non
     needed = math.inf
     for size in powers(node) if given is None else [given.size]:
         sizes = given or Parallel(t=size)
-        if any(model is not None and not model.divides(sizes.t) for model in models.values()):
+        if any(model is not None and not divides(model, sizes.t) for model in models.values()):
             continue
         plan = CallPlan(Mesh.of(0, size), sizes)
         if rolls:  # a group of its own, without gradients

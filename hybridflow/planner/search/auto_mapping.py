@@ -61,10 +61,11 @@ def auto_map(costs: Costs) -> Mapped | None:
 class AutoMapping:
     """The choices of every set of groups on every number of devices, and the best way to share devices between sets.
 
-    After `deadline` searches return the best placement so far, once they have one."""
+    After `deadline` searches return the best placement so far, once they have one. Those of `limit` seconds or more are
+    not looked for."""
 
-    def __init__(self, costs: Costs, deadline: Deadline = NEVER) -> None:
-        self.costs, self.deadline, self._found = costs, deadline, False
+    def __init__(self, costs: Costs, deadline: Deadline = NEVER, limit: float = math.inf) -> None:
+        self.costs, self.deadline, self.limit, self._found = costs, deadline, limit, limit < math.inf
         graph, cluster, rules = costs.graph, costs.cluster, costs.rules
         self.pinned = {size for pin in rules.pins.values() for size in pin.sizes}
         self.usual = frozenset(sizes(cluster)) | {size for size in self.pinned if size % cluster.nodes[0].count == 0}
@@ -74,7 +75,7 @@ class AutoMapping:
         for group in graph.groups:
             calls = tuple((c.kind, c.rows, c.minibatches, c.epochs) for c in graph.of_group(group))
             own = graph.models[group], graph.strategies.get(group), group in graph.trained, calls
-            kind = (*own, group in graph.averaged, rules.pins.get(group), rules.caps.get(group))
+            kind = (*own, group in graph.averaged, rules.pins.get(group), rules.caps.get(group), group in costs.away)
             self.kinds[group] = known.setdefault(kind, len(known))
         self.example = {kind: group for group, kind in self.kinds.items()}
         self.allocations = self.tried = 0
@@ -94,7 +95,7 @@ class AutoMapping:
 
     def _placements(self) -> Iterator[_Placed]:
         """Seconds, sets, their meshes and choices of placements that take less and less time, down to the least."""
-        ways, limit = self.ways(), np.inf
+        ways, limit = self.ways(), self.limit
         spaces = [(sets, self.some_sizes(len(sets))) for sets in ways]
         if ways and self.deadline.at < math.inf:  # few sizes of the first way come before all others
             few = {self.sizes[-1]} if len(ways[0]) == 1 else {*powers(self.sizes[-1]), self.sizes[-1], *self.pinned}

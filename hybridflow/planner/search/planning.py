@@ -27,6 +27,7 @@ from hybridflow.planner.explain import alternatives, colocated, infeasibility_re
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
 from hybridflow.planner.search.deadline import Deadline, TimeUpError
+from hybridflow.planner.search.offloading import offload_lines, offloaded
 from hybridflow.planner.search.similarity import similarity_map
 from hybridflow.settings import require
 
@@ -51,6 +52,7 @@ def plan(
     seed: int = 0,
     per_call: bool = True,
     search: Search = "auto",
+    share_rows: bool = True,
 ) -> Placement:
     """The placement with the least time per iteration that is found in `budget_s` seconds.
 
@@ -60,9 +62,11 @@ def plan(
     Each further layout of a group must shorten the iteration by more than the predictions' error
     (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks for
     one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity", which puts all groups on all devices. Errors: ConfigError; PlacementError for constraints that
-    contradict each other, and for a cluster that is too small (for which model, how much memory is missing, and the
-    smallest cluster that fits)."""
+    "similarity", which puts all groups on all devices. Idle models of `Graph.offload` wait in host memory where that
+    pays. Where nothing fits otherwise, ranks share rows (cp), unless `share_rows=False`.
+
+    Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
+    (for which model, how much memory is missing, and the smallest cluster that fits)."""
     deadline = Deadline.of(budget_s)
     require(workload.micro_batches is None, "Workload(micro_batches): engines cut by micro_tokens. Leave it out.")
     if search not in get_args(Search):
@@ -71,15 +75,27 @@ def plan(
     if profile is not None:
         spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)
     costs = Costs(spec, graph, workload, coefficients, profile, constraints, coefficients.error)
-    found = _search(costs, search, deadline, seed, per_call)
-    if found is None and search == "similarity":
+    found = list[tuple[float, Costs, Explained]]()
+    for own in (costs, *([costs.sharing_rows()] * share_rows)):
+        for left, each in enumerate(reversed(offloaded(own, deadline.part(1 / 4)))):
+            until = deadline if left or not costs.may_wait else deadline.part(1 / 2)
+            if (one := _search(each, search, until, seed, per_call)) is not None:
+                found.append((_rounded(each, one), each, one))
+        if found:
+            break
+    if not found and search == "similarity":
         raise PlacementError(
             f"search='similarity' puts all groups on all {spec.size} devices, where they do not fit or constraints "
             "part them. Use search='auto'."
         )
-    if found is None:
+    if not found:
         raise infeasibility_report(costs, per_call=per_call)
-    return placement_of(costs, *found)
+    _, costs, one = min(found, key=lambda each: each[0])
+    return placement_of(costs, *one)
+
+
+def _rounded(costs: Costs, one: Explained) -> float:
+    return float(f"{costs.weighted(costs.timeline(one[0]).per_iteration, one[0]):.6g}")
 
 
 def _search(costs: Costs, search: Search, deadline: Deadline, seed: int, per_call: bool) -> Explained | None:
@@ -110,10 +126,7 @@ def _search(costs: Costs, search: Search, deadline: Deadline, seed: int, per_cal
                 if best is not None:
                     plans.append((best.plan, "random changes of layouts, kept where they help (MCMC)"))
 
-    def rounded(one: Explained) -> float:  # of equals the earlier one: it moves fewer weights
-        return float(f"{costs.weighted(costs.timeline(one[0]).per_iteration, one[0]):.6g}")
-
-    return min(plans, key=rounded, default=None)
+    return min(plans, key=partial(_rounded, costs), default=None)  # of equals the earlier one: it moves fewer weights
 
 
 def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement:
@@ -138,8 +151,9 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
         for method, calls in methods.items():
             plans, generates = [found[call.name] for call in calls], calls[0].kind == "generation"
             if not all(at.within(home) if generates else at == home for at in plans):
-                away += [CallPlacement(method, at.mesh.devices, at.parallel.sizes) for at in plans]
-        groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, tuple(away), share)
+                away += [CallPlacement(method, at.mesh.devices, at.parallel.written) for at in plans]
+        waits = group in costs.away if group in costs.graph.offload else None
+        groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, tuple(away), share, waits)
     middle = (max(span.iteration for span in timeline.spans) + 1) // 2
     spans = [(span, span.mesh) for span in timeline.of(middle) if span.mesh is not None]
     first = min((span.start for span, _ in spans), default=0.0)
@@ -148,6 +162,7 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
         group, moves = costs.graph.call(span.call).group, span.moves is not None
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
     others, shape = partial(alternatives, costs, found), stream_shape(costs, found, timeline.per_iteration)
+    shape = "\n".join([*filter(None, [shape]), *offload_lines(costs, found)])
     calls, cluster = _calls(costs, found, kept), str(costs.cluster)
     head = nodes, groups, calls, timeline.per_iteration, cluster, found_by
     return Placement(*head, tuple(bars), shape, colocated(costs), others)
@@ -167,7 +182,7 @@ def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[st
             group=call.group,
             kind="function" if on_cpu else call.kind,
             devices=devices,
-            sizes=here.parallel.sizes,
+            sizes=here.parallel.written,
             seconds=seconds[call.name],
             differs=here != home,
             move_seconds=moved.get(call.name, 0.0),

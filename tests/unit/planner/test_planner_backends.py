@@ -283,9 +283,3 @@ def test_rows_that_end_early_leave_room_in_the_cache():
     reserved = simulator(None, replace(WORK, response=4096)).cost(GENERATE, plan, room)
     assert uneven.seconds < reserved.seconds / 3
     assert even.seconds < reserved.seconds
-
-
-@pytest.mark.parametrize("strategy", [Megatron(cp=2), Megatron(ep=2), FSDP(cp=2)], ids=repr)
-def test_sizes_that_it_does_not_know_are_refused(strategy):
-    with pytest.raises(ConfigError, match=r"no prices for (cp|ep)= of"):
-        Backend.of(strategy)

@@ -22,10 +22,11 @@ from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
-from hybridflow.planner.cost.pipeline_cost import Sizes, layer_pass
+from hybridflow.planner.cost.pipeline_cost import layer_pass
 from hybridflow.planner.cost.reallocation_cost import LayoutChange, volume
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, DeviceSpec, NodeSpec, device
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.topology import RankGrid
 

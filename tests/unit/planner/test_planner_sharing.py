@@ -14,10 +14,10 @@ from hybridflow.planner.cost.call_cost import CallCost
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
-from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.timeline import Contention, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
 from tests.example_plans import LARGE, SMALL, ppo_of

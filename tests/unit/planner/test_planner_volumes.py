@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
-from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.reallocation_cost import Grid, LayoutChange, Volume, layer_spans, spans_of_stage, volume
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import CallPlan, meshes, strategies
+from hybridflow.planner.describe.model_sizes import Sizes
 from tests.example_plans import LLAMA_7B
 
 SPEC, SIZE = ClusterSpec.of("a100:3x4"), Sizes.of(LLAMA_7B)

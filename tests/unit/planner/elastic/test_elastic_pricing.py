@@ -21,9 +21,9 @@ from hybridflow.planner import (
     simulate_elastic,
     static,
 )
-from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.reallocation_cost import TENSOR_SECONDS, reallocation
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.stream_simulation import ResponseLengths
 from tests.example_plans import LLAMA_7B, LLAMA_13B, grpo_of
 

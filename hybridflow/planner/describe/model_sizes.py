@@ -1,0 +1,205 @@
+"""Sizes: what the planner knows of a decoder of any family: the elements of its parts. Pure.
+
+Stored elements decide memory and messages, those that a token meets arithmetic: of a mixture's experts a part."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size
+from hybridflow.models.spec import ModelSpec
+from hybridflow.topology import even_bounds
+
+_EXPERTS = re.compile(r"\.experts\.")
+_ATTENTION = re.compile(r"att(ention|n)|mixer", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a model's parts: a decoder `layer` of `tensors` tensors, the `embedding` and the `output`; where
+    layers differ the mean, and `each` has (elements, of these in routed experts) of every layer.
+
+    Of a layer, `expert` elements are those of `experts` routed experts with `columns` each in the share `sparse` of the
+    layers, `chosen` of which a token meets; `attention` and `mlp` those of all other matrices, keys and values counted
+    apart. Latent attention keeps one kv-head, half as wide as what it caches, of which `latent` columns are made.
+    `windows` are what layers attend to (None: everything), and the share of the layers that do.
+    """
+
+    hidden: int
+    intermediate: float
+    layers: int
+    queries: float
+    kv_heads: int
+    head_dim: float
+    vocab: int
+    layer: float
+    tensors: int
+    embedding: int
+    output: int
+    total: int
+    attention: float
+    mlp: float
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    latent: float = 0.0
+    expert: float = 0.0
+    experts: int = 0
+    chosen: int = 0
+    columns: int = 0
+    sparse: float = 0.0
+    each: tuple[tuple[int, int], ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.total, self.layers, self.layer))
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(model: Decoder) -> Sizes:
+        return _plain(model) if isinstance(model, ModelSpec) else _read(model)
+
+    @property
+    def outside(self) -> float:
+        return self.total - self.layers * self.layer
+
+    @property
+    def met(self) -> float:
+        """The share of a layer's experts that a token meets."""
+        return self.chosen / self.experts if self.experts else 0.0
+
+    @property
+    def linear(self) -> float:
+        """Elements of the matrices that a token meets, the output's included."""
+        keys = 2 * self.hidden * self.kv_heads * self.head_dim
+        layer = self.attention + keys + self.mlp + self.expert * self.met
+        return self.layers * layer + self.hidden * self.vocab
+
+    def keys_on(self, t: int) -> float:
+        """Columns of keys on a device: kv-heads are repeated where t is larger than their number."""
+        return max(self.kv_heads / t, 1) * self.head_dim
+
+    def seen(self, tokens: float) -> float:
+        """Of `tokens` tokens before one, those that a layer attends to."""
+        return sum(share * (tokens if size is None else min(tokens, size)) for size, share in self.windows)
+
+    def pairs(self, tokens: float, square: float) -> float:
+        """Causal attention pairs of one row of `tokens` tokens (mean; `square` is the mean square)."""
+        each = (
+            share * (square if size is None or size >= tokens else size * (2 * tokens - size)) / 2
+            for size, share in self.windows
+        )
+        return sum(each)
+
+    def held(self, p: int, t: int, experts: int) -> tuple[float, float]:
+        """Elements of the stage with most on one rank, of p stages whose layers `t` ranks share, and routed experts
+        `experts` ranks: outside of these, and in them."""
+        return _held(self, p, t, experts)
+
+
+@lru_cache(maxsize=4096)
+def _held(size: Sizes, p: int, t: int, experts: int) -> tuple[float, float]:
+    bounds, stages = even_bounds(size.layers, p), list[tuple[float, float]]()
+    for stage in {0, p - 1} if not size.each else range(p):  # larger stages come first
+        first, last = bounds[stage], bounds[stage + 1]
+        routed = (last - first) * size.expert
+        layers = (last - first) * size.layer
+        if size.each:
+            layers, routed = map(sum, zip(*size.each[first:last], strict=True))
+        ends = size.embedding * (stage == 0) + (size.hidden + size.output) * (stage == p - 1)
+        outside = size.total - size.layers * size.layer if p == 1 else ends  # of one stage: a tied output is no copy
+        stages.append(((layers - routed + outside) / t, routed / experts))
+    return max(stages, key=sum)
+
+
+def _plain(model: ModelSpec) -> Sizes:
+    layer = sum(prod(shape) for shape in model.layer_tensors(0).values())
+    total, embedding, queries = model.num_parameters, model.vocab * model.hidden, model.heads * model.head_dim
+    output = total - layer * model.layers - embedding - model.hidden
+    if model.head == "lm" and model.tied:
+        output = embedding  # the last stage keeps a copy of what it computes logits with
+    return Sizes(
+        hidden=model.hidden,
+        intermediate=model.intermediate,
+        layers=model.layers,
+        queries=queries,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        vocab=model.vocab if model.head == "lm" else 1,
+        layer=layer,
+        tensors=len(model.layer_tensors(0)),
+        embedding=embedding,
+        output=output,
+        total=total,
+        attention=2 * model.hidden * queries,
+        mlp=3 * model.hidden * model.intermediate,
+        windows=((model.sliding_window, 1.0),),
+    )
+
+
+def _read(model: TransformersSpec) -> Sizes:
+    """From the tensors of the checkpoint: of matrices in layers, experts are those that lie in a parameter with an axis
+    for them."""
+    config, of_layer = hf_config(model.config), re.compile(re.escape(model.layer_list) + r"\.(\d+)\.")
+    stacked = {name for part in model.parts.values() if len(part.shape) == 3 for name in part.tensors}
+    count, elements, routed = Counter[str](), [0] * model.layers, [0] * model.layers
+    for name, shape in model.shapes.items():
+        if (at := of_layer.match(name)) is None:
+            count["output" if not name.startswith(f"{model.decoder}.") else "outside"] += prod(shape)
+            continue
+        number, size = int(at[1]), prod(shape)
+        elements[number] += size
+        if name in stacked or len(shape) == 3 or _EXPERTS.search(name):
+            routed[number] += size
+            count["experts"] += size if len(shape) > 1 else 0
+        elif len(shape) == 2:
+            count["attention" if _ATTENTION.search(name.removeprefix(at[0])) else "mlp"] += size
+    hidden, layers, total = model.hidden, model.layers, model.num_parameters
+    heads, get = model.heads, lambda name: getattr(config, name, None) or 0
+    width = get("head_dim") or (get("qk_nope_head_dim") + get("qk_rope_head_dim")) or hidden // heads
+    queries, kv_heads, head_dim, latent = heads * width, model.kv_heads, width, 0.0
+    if cached := latent_size(model):
+        both = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim") + get("v_head_dim"))
+        queries, latent, kv_heads, head_dim = both / 2, both / 2, 1, cached / 2
+    return Sizes(
+        hidden=hidden,
+        intermediate=count["mlp"] / layers / (3 * hidden),
+        layers=layers,
+        queries=queries,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=model.vocab if model.head == "lm" else 1,
+        layer=sum(elements) / layers,
+        tensors=-(-sum(map(bool, map(of_layer.match, model.shapes))) // layers),
+        embedding=count["outside"] - hidden,
+        output=model.vocab * hidden if model.tied and model.head == "lm" else count["output"],
+        total=total,
+        attention=count["attention"] / layers - 2 * hidden * kv_heads * head_dim,
+        mlp=count["mlp"] / layers,
+        windows=_windows(config, layers),
+        latent=latent,
+        expert=count["experts"] / layers,
+        each=tuple(zip(elements, routed, strict=True)) if any(routed) else (),
+        **_mixture(config, sum(map(bool, routed)), layers),
+    )
+
+
+def _windows(config: Any, layers: int) -> tuple[tuple[int | None, float], ...]:
+    """By the kinds of layers; where the config has none, all are alike."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    sliding = sum(kind == "sliding_attention" for kind in kinds) / len(kinds) if window else 0.0
+    return tuple(one for one in ((window, sliding), (None, 1.0 - sliding)) if one[1])
+
+
+def _mixture(config: Any, sparse: int, layers: int) -> dict[str, Any]:
+    """Of a config that calls its experts as families do: their number, how many a token meets, columns of each."""
+    if not sparse:
+        return {}
+    first = lambda *names: next((found for name in names if (found := getattr(config, name, None))), 0)  # noqa: E731
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    chosen = first("num_experts_per_tok", "top_k_experts", "moe_k") or experts
+    columns = first("moe_intermediate_size", "intermediate_size")
+    return {"experts": experts, "chosen": chosen, "columns": columns, "sparse": sparse / layers}

@@ -1,0 +1,221 @@
+"""Families, context and expert parallelism: what the planner counts is what tensors, torch and engines have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from benchmarks.dataflows import grpo
+from hybridflow.config import FSDP, Megatron, ZeRO
+from hybridflow.engines.fsdp.layout import check as check_fsdp
+from hybridflow.engines.megatron.layout import check as check_megatron
+from hybridflow.engines.megatron.layout import state_layout, weights_layout
+from hybridflow.errors import ModelError, PlacementError
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model, spec_of_config
+from hybridflow.planner import ClusterSpec, Parallel, Pin, Workload, plan
+from hybridflow.planner.cost.backends import Backend
+from hybridflow.planner.cost.costs import Costs
+from hybridflow.planner.describe.mesh import CallPlan, Mesh
+from hybridflow.planner.describe.model_sizes import Sizes
+from hybridflow.planner.search.auto_mapping import AutoMapping
+from tests.contracts.any_model_tasks import FAMILIES, MEGATRON, config
+
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "vocab_size": 61,
+}
+DENSE = ("llama", "qwen2", "qwen3", "mistral")
+OF_DENSE = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 8}
+OF_DENSE |= {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 61}
+OTHERS = [name for name in ("gpt2", "opt", "gpt_neox", "cohere", "starcoder2", "phi") if name in FAMILIES]
+EVERY = (*DENSE, *MEGATRON, *OTHERS, "latent")
+WORK = Workload(rows=64, prompt=512, response=1536, minibatches=2, recompute=True)
+MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral-6", "glm4_moe", "solar_open")
+
+
+@cache
+def spec(name: str) -> Decoder:
+    if name in DENSE:
+        return spec_of_config(AutoConfig.for_model(name, **OF_DENSE).to_dict(), "lm")
+    return TransformersSpec.of(AutoConfig.for_model(**LATENT) if name == "latent" else config(name))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_elements_are_those_of_the_tensors(name):
+    size, tensors = Sizes.of(spec(name)), spec(name).tensors()
+    every = sum(map(prod, tensors.values()))
+    assert size.total == every
+    assert sum(size.held(1, 1, 1)) == every
+    routed = sum(prod(shape) for tensor, shape in tensors.items() if ".experts." in tensor)
+    assert size.held(1, 1, 1)[1] == pytest.approx(routed)
+    assert size.layers * size.layer + size.outside == every
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_arithmetic_is_what_torch_counts(name):
+    """One row; torch counts all pairs of tokens, and small products of rotations."""
+    size, tokens = Sizes.of(spec(name)), 12
+    model = make_model(spec(name).config, torch.float32, "eager", "eager").eval()
+    ids = torch.arange(1, tokens + 1)[None]
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        model(ids, use_cache=False)
+    attention = 4 * size.layers * tokens**2 * size.queries
+    assert counted.get_total_flops() == pytest.approx(2 * tokens * size.linear + attention, rel=0.02)
+
+
+def test_windows_and_latent_caches_are_counted():
+    size = Sizes.of(spec("gemma2-more"))
+    assert size.seen(9) == pytest.approx(5 * 2 / 3 + 9 / 3)
+    assert size.pairs(9, 81) == pytest.approx((2 * 5 * (18 - 5) / 2 + 81 / 2) / 3)
+    latent = Sizes.of(spec("latent"))
+    assert 2 * latent.keys_on(1) == 2 * latent.keys_on(4) == 16 + 4
+
+
+def grids(experts: int) -> Iterator[Megatron]:
+    for p, t, d in ((1, 1, 6), (2, 1, 6), (3, 2, 2), (1, 2, 6), (1, 4, 3)):
+        for ep in (1, 2, 3, 6):
+            strategy = Megatron(pp=p, tp=t, dp=d, ep=ep)
+            if not experts % ep and not (t * d) % ep:
+                yield strategy
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_ranks_hold_what_their_layouts_say(name):
+    """Of whole tensors on each rank of a mixture, where nothing is a copy: t is 1."""
+    model = spec(name)
+    for strategy in grids(6):
+        grid = strategy.grid((strategy.dp or 1) * strategy.tp * strategy.pp)
+        parallel = Backend.of(strategy).parallel(grid.p, grid.t, grid.d, 1, strategy.ep)
+        if name == "olmoe" and grid.t == 4:  # it normalises all kv-heads together
+            continue
+        held, state = weights_layout(strategy, model, grid), state_layout(strategy, model, grid)
+        most = max(sum(region.box.numel for region in held.regions(rank)) for rank in range(grid.size))
+        graph = replace(grpo(model), strategies={"actor": strategy})
+        costs = Costs(ClusterSpec.of("a100:2x12"), graph, replace(WORK, dtype="float32"))
+        assert parallel is not None
+        found = costs.still("actor", CallPlan(Mesh.of(0, grid.size), parallel))
+        copies = 0.12 if grid.t > 1 else 0.0 if grid.p == 1 else 0.02  # norms, routers; biases of routers
+        assert found.parameters / 4 == pytest.approx(most, rel=copies + 1e-9)
+        owned = [sum(region.box.numel for region in state.regions(rank)) for rank in range(grid.size)]
+        if grid.p == grid.t == 1:
+            assert found.optimizer / 8 * grid.size == pytest.approx(sum(owned), rel=0.01)
+
+
+STRATEGIES = Megatron(), Megatron(etp=1), Megatron(packed=False), FSDP(), FSDP(replicate=2), ZeRO(stage=2)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    name=st.sampled_from((*MIXTURES, *DENSE, "gemma2-more", "phi3-window")),
+    strategy=st.sampled_from(STRATEGIES),
+    sizes=st.tuples(st.integers(1, 4), st.sampled_from((1, 2, 3, 4, 8)), st.sampled_from((1, 2, 3, 4, 6, 8, 12))),
+    contexts=st.sets(st.sampled_from((1, 2, 4, 8)), min_size=1),
+)
+def test_engines_take_whatever_is_proposed(name, strategy, sizes, contexts):
+    """By the engines' own checks, and the grids' own constructors."""
+    backend, model = Backend.of(strategy), spec(name)
+    for found in backend.layouts(model, Parallel(*sizes), sorted(contexts)):
+        made = backend.sized(found)
+        grid = made.grid(found.size)
+        assert (grid.p, grid.t, grid.d) == found.sizes
+        assert (grid.experts.ep, grid.experts.etp) == (found.ep, found.columns)
+        check: Any = check_megatron if isinstance(made, Megatron) else check_fsdp
+        check(made, model, grid)
+
+
+@cache
+def mixture() -> Decoder:
+    """Qwen3-30B-A3B with half of its layers."""
+    sizes = {"num_hidden_layers": 24, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    more = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
+    return TransformersSpec.of(AutoConfig.for_model("qwen3_moe", head_dim=128, vocab_size=151936, **sizes, **more))
+
+
+def at(costs: Costs, call: str, *sizes: int) -> CallPlan:
+    p, t, d, cp, ep = (*sizes, 1, 1)[:5]
+    return CallPlan(Mesh.of(0, p * t * d), Parallel(p, t, d, cp=cp, ep=ep))
+
+
+def test_experts_are_shared_stepped_and_reached_by_their_ranks():
+    costs = Costs(ClusterSpec.of("h100:2x8"), grpo(mixture()), WORK)
+    size = Sizes.of(mixture())
+    alone, shared = (costs.still("actor", at(costs, "", 1, 1, 8, 1, ep)) for ep in (1, 8))
+    routed = size.layers * size.expert
+    assert alone.parameters - shared.parameters == pytest.approx(2 * routed * 7 / 8)
+    assert alone.gradients - shared.gradients == pytest.approx(4 * routed * 7 / 8)
+    assert alone.optimizer == pytest.approx(shared.optimizer)  # a share of experts that all have, or all of a share
+    one, many = (costs.cost("actor.update_actor", at(costs, "", 1, 1, 8, 1, ep)).parts for ep in (1, 8))
+    assert "exchange" not in one
+    assert many["exchange"] > 0
+    assert many["data_parallel"] < one["data_parallel"] / 2
+    far = costs.cost("actor.update_actor", at(costs, "", 1, 1, 16, 1, 16)).parts
+    assert far["exchange"] > 1.2 * many["exchange"]  # half of the rows on a rank, but over the network
+
+
+def test_ranks_that_share_rows_share_activations_and_exchange_heads():
+    costs = Costs(ClusterSpec.of("h100:1x8"), grpo(spec("llama")), replace(WORK, recompute=False, response=32000))
+    whole, halves, parts = (costs.added("actor.update_actor", at(costs, "", 1, 1, 8, cp)) for cp in (1, 2, 4))
+    assert halves.activations == pytest.approx(whole.activations / 2)
+    assert parts.logits == pytest.approx(whole.logits / 4, rel=0.1)
+    alone, shared = (costs.cost("actor.update_actor", at(costs, "", 1, 1, 8, cp)) for cp in (1, 4))
+    assert "exchange" not in alone.parts
+    assert shared.parts["exchange"] > 0
+    assert shared.parts["compute"] == pytest.approx(alone.parts["compute"], rel=0.05)
+
+
+def test_a_mixture_gets_expert_parallel_ranks():
+    work = replace(WORK, rows=1024)
+    placed = plan(grpo(mixture()), "h100:1x8", work, per_call=False)
+    assert isinstance(train := placed["actor"].train, Megatron)
+    assert train.ep > 1
+    assert f"ep={train.ep}" in placed.calls["actor.update_actor"].layout
+    assert f"ep={train.ep}" in placed.explain()
+    pinned = plan(grpo(mixture()), "h100:1x8", work, [Pin("actor", parallel=Parallel(1, 2, 4, ep=4))], per_call=False)
+    assert pinned["actor"].train == replace(train, tp=2, pp=1, dp=4, ep=4)
+    assert pinned.seconds >= placed.seconds * (1 - 1e-6)
+    with pytest.raises(PlacementError, match=r"128 experts, not divisible by ep=3"):
+        plan(grpo(mixture()), "h100:1x6", WORK, [Pin("actor", parallel=Parallel(1, 1, 6, ep=3))])
+
+
+def test_rows_that_do_not_fit_are_shared():
+    long = Workload(rows=16, prompt=1024, response=100_000, recompute=True)
+    sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32}
+    model = spec_of_config(AutoConfig.for_model("phi3", **sizes, vocab_size=32064).to_dict(), "lm")
+    graph = replace(grpo(model), strategies=dict.fromkeys(("actor", "reference"), FSDP()))
+    assert AutoMapping(Costs(ClusterSpec.of("h100:1x8"), graph, long)).first is None
+    placed = plan(graph, "h100:1x8", long, per_call=False, budget_s=2)
+    assert isinstance(train := placed["actor"].train, FSDP)
+    assert train.cp > 1
+    assert f"cp={train.cp}" in placed.calls["actor.update_actor"].layout
+
+
+def test_families_without_prices_are_refused_by_their_reason():
+    strategies = {"actor": Megatron()}
+    costs = Costs(ClusterSpec.of("h100:1x8"), replace(grpo(spec("latent")), strategies=strategies), WORK)
+    with pytest.raises(ModelError, match="Megatron does not compute deepseek_v2"):
+        costs.backends["actor"].check(spec("latent"), Parallel())

@@ -1,0 +1,135 @@
+"""Idle models in host memory: what they cost and leave to others, and which of them a plan sends there."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from benchmarks.dataflows import ppo
+from hybridflow.config import FSDP, VLLM, Adam, Megatron
+from hybridflow.errors import PlacementError
+from hybridflow.placement import Placement
+from hybridflow.planner import ClusterSpec, Coefficients, Parallel, Pin, Workload, plan
+from hybridflow.planner.cost.costs import Costs
+from hybridflow.planner.describe.cluster_spec import DeviceSpec, NodeSpec
+from hybridflow.planner.describe.mesh import CallPlan, Mesh
+from hybridflow.planner.search.auto_mapping import AutoMapping
+from hybridflow.planner.search.offloading import offloaded
+from hybridflow.workers.placing import apply_placement
+from tests.example_plans import LARGE, LLAMA_13B, LLAMA_34B, SMALL, ppo_of, value
+from tests.unit.planner.test_planner_mapping import by_force
+
+WAITS = ("critic", "reference", "reward")
+LOOP = replace(ppo(LLAMA_13B, value(LLAMA_13B), LLAMA_34B, value(LLAMA_34B)), offload=dict.fromkeys(WAITS, False))
+WORK = Workload(rows=256, prompt=1024, response=1024, minibatches=4, recompute=True)
+NODE = "a100:1x8"
+
+
+def test_a_model_that_waits_leaves_its_memory_to_others():
+    here = Costs(ClusterSpec.of(NODE), LOOP, WORK)
+    away = here.offloading(["critic", "reference"])
+    at = CallPlan(Mesh.of(0, 8), Parallel(1, 8, 1))
+    host = here.cluster.device(0).host
+    for group, calls in {"reference": ["compute_ref_log_prob"], "critic": ["compute_values", "update_critic"]}.items():
+        kept = here.still(group, at)
+        assert away.static(group, at) == 0
+        for name in calls:
+            call, times = f"{group}.{name}", 2 if name.startswith("update") else 1
+            assert away.added(call, at, at).active == here.added(call, at, at).active + kept.static
+            more = times * (kept.parameters + kept.optimizer) / host
+            assert away.cost(call, at).seconds == pytest.approx(here.cost(call, at).seconds + more)
+            assert away.cost(call, at).parts["offload"] == pytest.approx(more)
+    plans = {call.name: at for call in here.calls}
+    assert away.kept(plans)[0] == pytest.approx(here.static("actor", at) + here.static("reward", at))
+    assert away.timeline(plans).per_iteration < here.timeline(plans).per_iteration  # generation has a larger KV cache
+
+
+def test_a_plan_that_does_not_fit_sends_models_to_the_host():
+    with pytest.raises(PlacementError, match=r"1\.5 GiB a device are missing"):
+        plan(replace(LOOP, offload={}), NODE, WORK, budget_s=1, share_rows=False)
+    found = plan(LOOP, NODE, WORK, budget_s=4)
+    waits = [group for group in WAITS if found[group].offload]
+    assert waits
+    assert found["actor"].offload is None
+    for group in WAITS:
+        assert (f"{group} offloaded: +" in str(found)) == (group in waits)
+    assert "s per iteration, " in found.shape
+    assert found.explain().count("GiB per device") == len(waits)
+    assert Placement.__reduce__(found)[0](*found.__reduce__()[1])["critic"].offload == found["critic"].offload
+
+
+def test_pins_force_and_forbid_it():
+    forced = plan(LOOP, "a100:2x8", WORK, [Pin("reward", offload=True)], budget_s=2)
+    assert forced["reward"].offload
+    stays = [Pin("critic", offload=False)]
+    found = plan(LOOP, NODE, WORK, stays, budget_s=4)
+    assert [found[group].offload for group in WAITS] == [False, True, True]
+    with pytest.raises(PlacementError, match=r"all groups fit there without (it|them)"):
+        plan(LOOP, NODE, WORK, [*stays, Pin("reward", offload=False)], budget_s=1)
+    with pytest.raises(PlacementError, match=r"Pin\(actor, offload=True\) cannot be: only critic, reference, reward"):
+        plan(LOOP, NODE, WORK, [Pin("actor", offload=True)])
+
+
+def test_what_the_driver_says_is_priced():
+    said = replace(LOOP, offload={"critic": True, "reference": True, "reward": False})
+    costs = Costs(ClusterSpec.of(NODE), said, WORK)
+    assert costs.away == {"critic", "reference"}
+    assert costs.may_wait == ("reward",)
+    assert costs.keeping(Pin("critic", offload=False)).away == {"reference"}
+    assert AutoMapping(costs).first is not None
+
+
+def small_case(seed: int) -> Costs:
+    """An actor, a critic and a reference, small, on a node whose memory is about what they need."""
+    draw = random.Random(seed)
+    device = DeviceSpec("small", 1e12, {"bfloat16": 1e12}, 1e11, host=draw.choice([1e9, 5e9, 2e10]))
+    count, work = draw.choice([1, 2, 3]), Workload(rows=draw.choice([32, 256]), prompt=256, response=256)
+    graph = ppo_of(*draw.choices([SMALL, LARGE], k=2))
+    calls = tuple(call for call in graph.calls if call.group != "reward")
+    edges = tuple(edge for edge in graph.edges if "reward.compute_reward" not in (edge.source, edge.target))
+    models = {group: model for group, model in graph.models.items() if group != "reward"}
+    groups = draw.sample(WAITS[:2], k=draw.choice([1, 2]))
+    graph = replace(graph, calls=calls, edges=edges, models=models, offload=dict.fromkeys(groups, False))
+    large = Costs(ClusterSpec((NodeSpec(device, count, 1e10),), 1e9), graph, work)
+    all_here = CallPlan(Mesh.of(0, count), Parallel(d=count))
+    needed = sum(large.static(group, all_here) for group in graph.groups)
+    device = replace(device, memory=draw.uniform(0.6, 2.0) * needed)
+    return large.on(ClusterSpec((NodeSpec(device, count, 1e10),), 1e9))
+
+
+def test_the_best_groups_are_sent_away():
+    """50 small cases against all sets of groups, and all placements of each."""
+    kinds = Counter[str]()
+    for seed in range(50):
+        costs, best = small_case(seed), {}
+        for names in (n for count in range(3) for n in combinations(costs.may_wait, count)):
+            each = costs.offloading(names)
+            each.cost = cache(each.cost)  # type: ignore[method-assign]
+            best[names] = by_force(each)
+        found = [one.seconds for each in offloaded(costs) if (one := AutoMapping(each).best) is not None]
+        least, stay = min(best.values()), best[()]
+        assert min(found, default=math.inf) == pytest.approx(least, rel=1e-9), seed
+        fits = "nowhere" if least == math.inf else "away only" if stay == math.inf else "here"
+        kinds[f"{fits}, better away" if least < stay < math.inf else fits] += 1
+    assert len(kinds) == 4, kinds
+    assert min(kinds.values()) >= 2, kinds
+
+
+def test_a_further_group_must_be_worth_it():
+    for margin, ways in ((0.0, 2), (10.0, 1)):
+        assert len(offloaded(Costs(ClusterSpec.of("a100:2x8"), LOOP, WORK, Coefficients(), margin=margin))) == ways
+
+
+def test_the_group_is_placed_as_it_was_planned():
+    found = plan(LOOP, NODE, WORK, [Pin("reference", offload=True), Pin("reward", offload=False)], budget_s=3)
+    own = {"train": Megatron(), "offload": False}
+    assert apply_placement(found["reference"], own)["offload"] is True
+    assert apply_placement(found["reward"], {**own, "offload": True})["offload"] is False
+    actor = {"train": FSDP(), "optim": Adam(lr=1.0), "generate": VLLM(), "offload": ("optimizer",)}
+    assert apply_placement(found["actor"], actor)["offload"] == ("optimizer",)
