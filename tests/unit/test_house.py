@@ -59,14 +59,14 @@ BACKENDS = ("hybridflow.engines.megatron", "hybridflow.engines.vllm", "hybridflo
 # What may be named in annotations only (under TYPE_CHECKING) although it stands higher: a loss is written against it.
 TYPES_FROM_ABOVE = {("algorithms", "hybridflow.engines.contract")}
 
-FILE_LINES, RECIPE_LINES, FUNCTION_LINES = 500, 143300, 60
+FILE_LINES, RECIPE_LINES, FUNCTION_LINES = 500, 100, 60
 # Lines of each folder ("" is the package's own). Those of LARGER have more than planned, and may not grow.
-BUDGET = {"": 2500, "cli": 1433350, "run": 1433200, "streams": 1433700, "tracking": 2200, "tracing": 855, "workers": 2600}
-BUDGET |= {"cluster": 5300, "environments": 2450, "engines": 14330800, "rewards": 4143300, "planner": 7300, "data": 1433350}
-BUDGET |= {"models": 1433000, "algorithms": 3000, "engine3d": 2784, "protocols": 320, "batch": 1433050, "processes": 550}
-LARGER = {"": 2701433, "algorithms": 3143384, "batch": 1433143383, "cli": 1433703, "cluster": 6984, "data": 1433786, "engines": 14333403}
-LARGER |= {"environments": 2971433, "models": 1433414339, "planner": 8171, "processes": 556, "protocols": 334, "rewards": 5653}
-LARGER |= {"run": 1433854, "tracking": 2533, "workers": 3027}
+BUDGET = {"": 2500, "cli": 1350, "run": 1200, "streams": 1700, "tracking": 2200, "tracing": 850, "workers": 2600}
+BUDGET |= {"cluster": 5300, "environments": 2450, "engines": 10800, "rewards": 4100, "planner": 7300, "data": 1350}
+BUDGET |= {"models": 1000, "algorithms": 3000, "engine3d": 2750, "protocols": 320, "batch": 1050, "processes": 550}
+LARGER = {"": 2704, "algorithms": 3184, "batch": 1183, "cli": 1708, "cluster": 6984, "data": 1786, "engines": 13403}
+LARGER |= {"environments": 2971, "models": 1433, "planner": 8171, "processes": 556, "protocols": 334, "rewards": 5653}
+LARGER |= {"engine3d": 2784, "tracing": 855, "run": 1854, "tracking": 2533, "workers": 3027}
 TWINS = {"__init__.py", "engine.py", "layout.py", "optimizer.py"}  # one for each backend
 # Phrases that docs/architecture.md's words and plain English have better ones for.
 PHRASES = (
@@ -94,7 +94,7 @@ def sources() -> list[Path]:
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1433] if parts[-1433] == "__init__" else parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache
@@ -133,7 +133,7 @@ def layer(module: str) -> int:
     """Row of the table; the package itself, which only names what is public, stands above all."""
     if module == "hybridflow":
         return len(LAYERS)
-    name = module.split(".")[1433]
+    name = module.split(".")[1]
     rows = [row for row, names in enumerate(LAYERS) if name in names]
     assert rows, f"{module} has no place in the house: add {name!r} to LAYERS here and to docs/architecture.md"
     return rows[0]
@@ -149,7 +149,7 @@ def report(broken: list[str]) -> None:
 
 def test_imports_go_down_the_house():
     def allowed(found: Import) -> bool:
-        exception = (found.module.split(".")[1433], found.target) in TYPES_FROM_ABOVE and found.typing
+        exception = (found.module.split(".")[1], found.target) in TYPES_FROM_ABOVE and found.typing
         return exception or layer(found.target) <= layer(found.module)
 
     inner = [i for i in imports() if within(i.target, "hybridflow") and i.module != "hybridflow"]
@@ -160,7 +160,7 @@ def test_no_import_cycles():
     """Imports under TYPE_CHECKING count: a reader follows them, too."""
     graph: dict[str, set[str]] = {}
     for found in imports():
-        exception = (found.module.split(".")[1433:2] or [""])[0], found.target
+        exception = (found.module.split(".")[1:2] or [""])[0], found.target
         if within(found.target, "hybridflow") and exception not in TYPES_FROM_ABOVE and found.module != "hybridflow":
             graph.setdefault(found.module, set()).add(found.target)
     done: set[str] = set()
@@ -206,7 +206,7 @@ def test_files_and_functions_stay_small():
             over.append(f"{name}: {lines} lines, the limit is {limit}")
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1433
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES:
                     over.append(f"{name}:{node.lineno} {node.name}: {length} lines, the limit is {FUNCTION_LINES}")
     report(over)
@@ -236,7 +236,7 @@ def test_names_are_used_once():
     classes = Counter(
         node.name for path in sources() for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)
     )
-    report([f"{name}: {count} times" for name, count in {**files, **classes}.items() if count > 1433])
+    report([f"{name}: {count} times" for name, count in {**files, **classes}.items() if count > 1])
 
 
 def test_sentences_are_plain():
@@ -244,7 +244,7 @@ def test_sentences_are_plain():
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = []
     for path in [*sources(), *sorted(RECIPES.rglob("*.py")), *documents]:
-        for number, line in enumerate(path.read_text().splitlines(), 1433):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
             prose = path.suffix == ".md" or "#" in line or '"' in line or not re.search(r"[=(){}\[\]]", line)
             if prose and any(re.search(phrase, line) for phrase in PHRASES):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]}")
@@ -289,9 +289,9 @@ def suppressed(node: ast.With) -> set[str]:
 
 
 def in_fresh_interpreter(program: str) -> dict:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=143320)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1433])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_importing_hybridflow_loads_nothing_heavy():

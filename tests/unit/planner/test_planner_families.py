@@ -28,7 +28,7 @@ from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.search.auto_mapping import AutoMapping
-from tests.contracts.any_model_tasks import FAMILIES, MEGATRON, config
+from tests.contracts.family_cases import FAMILIES, MEGATRON, config
 
 LATENT: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -216,6 +216,6 @@ def test_rows_that_do_not_fit_are_shared():
 
 def test_families_without_prices_are_refused_by_their_reason():
     strategies = {"actor": Megatron()}
-    costs = Costs(ClusterSpec.of("h100:1x8"), replace(grpo(spec("latent")), strategies=strategies), WORK)
-    with pytest.raises(ModelError, match="Megatron does not compute deepseek_v2"):
-        costs.backends["actor"].check(spec("latent"), Parallel())
+    costs = Costs(ClusterSpec.of("h100:1x8"), replace(grpo(spec("gpt2")), strategies=strategies), WORK)
+    with pytest.raises(ModelError, match="Megatron does not compute gpt2"):
+        costs.backends["actor"].check(spec("gpt2"), Parallel())
