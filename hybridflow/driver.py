@@ -34,6 +34,7 @@ from hybridflow.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 _GONE_SECONDS = 60.0
+_TOLERATED_SECONDS = 20
 
 
 def init(
@@ -43,24 +44,31 @@ def init(
     peer_timeout: float = 1800.0,
     collective_timeout: float = 600.0,
     wait_for_devices: float = 0.0,
+    tolerate: float = 0.0,
     time_sharing: bool = False,
     deterministic: bool = False,
 ) -> None:
     """Connect to the Ray cluster at `address` (or `RAY_ADDRESS`), or start a local one with `devices` logical devices.
 
     The first `ResourcePool` calls it if the driver does not. Timeouts in seconds: for results of other groups and for
-    building a group, including its checkpoint; for a collective; and for devices that the cluster lacks, at first or
-    after a machine was lost. With `time_sharing`, updates that the driver
+    building a group, including its checkpoint; for a collective; for devices that the cluster lacks, at first or
+    after a machine was lost; and how long a machine may be out of reach (at most 20 s) before its processes count as
+    lost. With `time_sharing`, updates that the driver
     issues one right after the other run as in `together`, where they can. With `deterministic`, runs of a program on
     equal GPUs repeat bit for bit, more slowly, as on the CPU they always do (docs/gpus.md). Until `shutdown`, SIGTERM
     ends the driver as Ctrl-C does, with status 143, unless the user installed a handler. Errors: ConfigError when a
     session is open.
     """
+    require(
+        isinstance(tolerate, int | float) and 0 <= tolerate <= _TOLERATED_SECONDS,
+        f"tolerate={tolerate!r}: give 0 to {_TOLERATED_SECONDS} seconds. Connections between ranks end after 30 s "
+        f"without an answer, and Ray gives a machine up after about as long.",
+    )
     cell, session = current_cell(), Session.existing()
     if cell is not None and session is not None and cell.made_before(session.cells.get("")):
         replaced("the session")
         session.shutdown()
-    deadlines = Deadlines(peer_timeout, collective_timeout, wait_for_devices)
+    deadlines = Deadlines(peer_timeout, collective_timeout, wait_for_devices, tolerate)
     session = Session.open(address=address, devices=devices, deadlines=deadlines, deterministic=deterministic)
     session.iterations.held.automatic = time_sharing
     if cell is not None:

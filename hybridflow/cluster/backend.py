@@ -22,11 +22,13 @@ CONTROLLER = "hybridflow"
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Timeouts in seconds: for inputs and peers, for a collective, and for devices that the cluster lacks."""
+    """Timeouts in seconds: for inputs and peers, for a collective, for devices that the cluster lacks, and for a
+    machine that does not answer."""
 
     peers: float = 1800.0
     collective: float = 600.0
     devices: float = 0.0
+    tolerate: float = 0.0
 
 
 @dataclass(frozen=True)

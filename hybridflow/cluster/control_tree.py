@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from hybridflow.cluster.liveness import listening_socket
-from hybridflow.engines.process_groups import fail_with_machine
+from hybridflow.engines.process_groups import end_waits, fail_with_machine
 from hybridflow.errors import WaitTimeoutError
 
 F = TypeVar("F")
@@ -41,6 +41,7 @@ class ControlTree:
         self._store, self._name, self._rank, self._address, self._seconds = store, name, rank, address, seconds
         self._children = len(range(rank * _CHILDREN + 1, min(size, (rank + 1) * _CHILDREN + 1)))
         self._neighbours, self._closed = list[socket.socket](), False  # the parent first
+        self._listener: socket.socket | None = None
 
     def agree(self, failure: F | None) -> F | None:
         """The failure of one of the ranks, the same on all of them; None where no rank has one. Errors:
@@ -68,6 +69,7 @@ class ControlTree:
     def _connect(self) -> None:
         key, wanted = secrets.token_hex(_KEY_BYTES // 2), self._children + (self._rank > 0)
         with listening_socket(self._address) as listener:
+            self._listener = listener
             listener.settimeout(self._seconds)
             if self._children:
                 self._store.set(f"{self._name}/{self._rank}", json.dumps([*listener.getsockname()[:2], key]))
@@ -91,6 +93,12 @@ class ControlTree:
         fail_with_machine(connection)
         self._neighbours.append(connection)
         return connection
+
+    def abort(self) -> None:
+        """A rank is gone: this one's agreement fails, now and later. Called by another thread."""
+        self._closed = True
+        for one in [*filter(None, [self._listener]), *self._neighbours]:
+            end_waits(one)
 
     def close(self) -> None:
         self._closed = True

@@ -88,11 +88,20 @@ class Host:
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
         _take_lost_arguments()
         process_groups.gloo_address = address = ray.util.get_node_ip_address()
-        self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(address)
+        self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(address, self._abort)
 
     def address(self) -> tuple[str, int, bytes]:
         """Host, port and key of this process's `LivenessServer`."""
         return *self._liveness.address, self._liveness.key
+
+    def _abort(self, pool: str, rank: int) -> None:
+        """This process of a pool is lost: end the waits for it in groups and channels. Runs in another thread."""
+        for member in list(self._members.values()) if pool == self.pool else ():
+            if rank in member.context.groups.ranks:
+                member.abort()
+        for channel in list(self._channels.values()):
+            if isinstance(channel, WeightChannel) and (pool, rank) in channel.spec.processes:
+                channel.abort()
 
     def join(self, store: tuple[str, int], world: str) -> None:
         """Join the torch world of this name through the session's rendezvous store at this host and port.

@@ -4,7 +4,8 @@ starting --address--> connecting --connected--> open --end of stream, error--> c
 
 Every `SAMPLE_SECONDS` an open host is asked for its activity: a machine that vanished does not acknowledge the
 question, and the answers show which rank of a group its peers keep waiting for (`slow_ranks.py`). A host that does not
-answer is named after `SILENT_SECONDS`: what waits for it may be a call of another group, or none.
+answer is named after `SILENT_SECONDS`: what waits for it may be a call of another group, or none. The processes that
+are left learn of a loss at once, so that they do not wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -48,7 +51,8 @@ _LONGEST = 1 << 16
 @dataclass(eq=False)
 class _Watched:
     """One host and its connection. `told`: a reference to its address, asked for `again` where the first attempt to
-    connect failed; `seen`: it was connected once; `until`: the deadline of a connection attempt."""
+    connect failed; `seen`: it was connected once; `until`: the deadline of a connection attempt; `away`: since when an
+    open connection has ended."""
 
     pool: str
     rank: int
@@ -61,6 +65,7 @@ class _Watched:
     open: bool = False
     seen: bool = False
     until: float = math.inf
+    away: float | None = None
     said: bytes = b""
     asked: float | None = None
     doing: Doing | None = None
@@ -82,10 +87,11 @@ class _Watched:
 
 class HostMonitor:
     """Watches hosts until they are forgotten; a loss is logged and recorded in `incidents`. Its thread starts with the
-    first host and ends with `close`."""
+    first host and ends with `close`. A machine that does not answer for less than `tolerate` seconds is not lost."""
 
-    def __init__(self, incidents: Incidents) -> None:
-        self._incidents, self._lock = incidents, threading.Lock()
+    def __init__(self, incidents: Incidents, tolerate: float = 0.0) -> None:
+        self._incidents, self._lock, self._tolerate = incidents, threading.Lock(), tolerate
+        self._news = deque[tuple[bytes, list[_Watched]]]()  # for the thread to send
         self._watched: dict[Any, _Watched] = {}
         self._groups: dict[str, tuple[RankGroup, SlowRanks]] = {}
         self._thread: threading.Thread | None = None
@@ -126,7 +132,7 @@ class HostMonitor:
         left = [host for host in hosts if host.address not in self._incidents.lost]
         if left:
             with ThreadPoolExecutor(min(64, len(left)), "host monitor") as threads:
-                for host, gone in zip(left, threads.map(_refuses, left), strict=True):
+                for host, gone in zip(left, threads.map(partial(_refuses, self._tolerate), left), strict=True):
                     with self._lock:
                         watched = self._watched.get(host.address)
                     if gone and watched is not None and (watched.seen or watched.address is None):
@@ -166,6 +172,11 @@ class HostMonitor:
             everyone = list(self._watched.values())
         for key in [key for key in selector.get_map().values() if key.data.done]:
             _disconnect(selector, key.data)
+        while self._news:
+            news, left = self._news.popleft()
+            for connection in [w.socket for w in left if w.open and w.socket is not None]:
+                with contextlib.suppress(OSError):
+                    connection.send(news)
         self._find_started(selector, [w for w in everyone if w.address is None and not w.done])
         now = time.monotonic()
         for watched in everyone:
@@ -214,6 +225,9 @@ class HostMonitor:
         watched.socket.send(watched.key + WATCH)
         watched.open = watched.seen = True
         watched.until = math.inf
+        if watched.away is not None:
+            logger.warning("%s answers again, after %.1f s", watched, time.monotonic() - watched.away)
+            watched.away = None
         selector.modify(watched.socket, selectors.EVENT_READ, watched)
 
     def _receive(self, selector: selectors.BaseSelector, watched: _Watched) -> None:
@@ -229,13 +243,18 @@ class HostMonitor:
         else:  # its end, or only that of the connection
             _disconnect(selector, watched)
             if not watched.done:
+                watched.away = time.monotonic()
                 self._connect(selector, watched)
 
     def _give_up(self, selector: selectors.BaseSelector, watched: _Watched, why: OSError) -> None:
-        """A connection attempt failed: the host is lost, unless it lives and was never within reach."""
+        """A connection attempt failed: the host is lost, unless it was away for a moment only, or lives and was never
+        within reach."""
         _disconnect(selector, watched)
         watched.until = math.inf
-        if watched.seen:
+        short = watched.away is not None and time.monotonic() < watched.away + self._tolerate
+        if short and why.errno not in _REFUSED:  # else its machine is there
+            self._connect(selector, watched)
+        elif watched.seen:
             self._lose(watched)
         elif not watched.again:  # it may have died before: then Ray gives an error instead of the address
             watched.again, watched.address = True, None
@@ -252,6 +271,8 @@ class HostMonitor:
                 return
             watched.done = True
             self._incidents.lost[host.address] = LostHost(watched.pool, watched.rank, host.node_name, time.time())
+            news = liveness.LOST + json.dumps([watched.pool, watched.rank]).encode() + b"\n"
+            self._news.append((news, [other for other in self._watched.values() if other.open]))
         logger.error(
             "%s is lost: its process died or its machine is gone. It held %s, whose calls fail from now on. Close the "
             "pool and make a new one.",
@@ -303,13 +324,20 @@ def _new_socket(host: str) -> socket.socket:
     return made
 
 
-def _refuses(host: HostProcess) -> bool:
-    """Whether the process is gone: nothing listens at its address. A stopped process still does."""
-    try:
-        where, port, _ = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
-        socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
-    except ray.exceptions.GetTimeoutError:  # it has not started yet
-        return False
-    except (ray.exceptions.RayError, OSError):
-        return True
-    return False
+def _refuses(tolerate: float, host: HostProcess) -> bool:
+    """Whether the process is gone: nothing listens at its address, or its machine does not answer within `tolerate` s.
+    A stopped process still does."""
+    end = time.monotonic() + tolerate
+    while True:
+        try:
+            where, port, _ = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
+            socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
+            return False
+        except ray.exceptions.GetTimeoutError:  # it has not started yet
+            return False
+        except ray.exceptions.RayError:
+            return True
+        except OSError as error:
+            if error.errno in _REFUSED or time.monotonic() >= end:
+                return True
+            time.sleep(_TICK_SECONDS)

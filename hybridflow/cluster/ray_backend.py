@@ -63,7 +63,7 @@ class RayBackend(SessionBackend):
     ) -> None:
         self.name, self.deadlines, self._deterministic = uuid.uuid4().hex[:8], deadlines, deterministic
         self.iterations = Iterations(deadlines.peers)
-        self.monitor = HostMonitor(self.iterations.incidents)
+        self.monitor = HostMonitor(self.iterations.incidents, deadlines.tolerate)
         self.channels = WeightChannels(self.iterations)
         self._store: dist.Store | None = None
         self._connected, self.directory = not ray.is_initialized(), ""

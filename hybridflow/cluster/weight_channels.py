@@ -120,6 +120,12 @@ class Member:
             groups.when_closed(found.close)
         return found
 
+    def abort(self) -> None:
+        """A rank of the group is gone: whatever waits for the others fails."""
+        for control in list(self._controls.values()):
+            control.abort()
+        self.context.groups.abort()
+
 
 @dataclass
 class WeightChannel:
@@ -272,6 +278,10 @@ class WeightChannel:
             dist.all_gather(rows, row, group=self._control())
         _, longest, pause = torch.stack(rows).amax(0).tolist()
         return {"bytes": float(sum(one[0] for one in rows)), "seconds": longest, "pause": pause}
+
+    def abort(self) -> None:
+        """A process of the channel is gone: this one does not wait for the others."""
+        self._groups.abort()
 
     def close(self) -> None:
         """Free buffers and process groups. Call on every member."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,19 @@ class _SharedGloo(c10d.ProcessGroupGloo):
     while nothing ran (torch 2.13), on shared devices 0.005.
     """
 
+    opened: ClassVar[set[tuple[int, str]]] = set()
+    """The sockets of the group that was made last: torch keeps no Python object of one."""
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  the stubs lack these names
         options._devices, options._timeout = _gloo_devices(), timeout
         options._threads = 2 * len(options._devices)
         before = _sockets()
         super().__init__(store, rank, size, options)
+        _SharedGloo.opened = _sockets() - before
         if gloo_address != _LOOPBACK:
-            for descriptor in _sockets() - before:
-                _end_with_machine(descriptor)
+            for descriptor in _SharedGloo.opened:
+                _with_socket(descriptor, fail_with_machine)
 
 
 def _sockets() -> set[tuple[int, str]]:
@@ -79,14 +83,18 @@ def _sockets() -> set[tuple[int, str]]:
     return found
 
 
-def _end_with_machine(found: tuple[int, str]) -> None:
-    try:
-        connection = socket.socket(fileno=found[0])
-    except OSError:  # closed meanwhile
-        return
+def _with_socket(found: tuple[int, str], use: Callable[[socket.socket], object]) -> None:
+    """Give `use` one of gloo's sockets, unless gloo has closed it."""
     with suppress(OSError):
-        fail_with_machine(connection)
-    connection.detach()  # gloo's own
+        if os.readlink(f"{_DESCRIPTORS}/{found[0]}") == found[1]:
+            with socket.socket(fileno=os.dup(found[0])) as connection:
+                use(connection)
+
+
+def end_waits(connection: socket.socket) -> None:
+    """Have other threads that wait for this connection, and its other end, fail."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 2, seconds: float = 30.0) -> None:
@@ -132,6 +140,7 @@ class ProcessGroups:
     timeout: float = 600.0
     _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
     _holders: list[Callable[[], object]] = field(default_factory=list)
+    _connections: set[tuple[int, str]] = field(default_factory=set)
     between_stages: set[dist.ProcessGroup] = field(default_factory=set)
     """Groups of messages, which gloo counts as collectives."""
 
@@ -161,6 +170,7 @@ class ProcessGroups:
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {world_rank: i for i, world_rank in enumerate(world)}
         self._built[(full, backend)] = group
+        self._connections |= _SharedGloo.opened if backend == "gloo" else set()
         return group
 
     def full_name(self, name: str, members: Sequence[int]) -> str:
@@ -190,6 +200,15 @@ class ProcessGroups:
     def when_closed(self, forget: Callable[[], object]) -> None:
         """Call `forget` when the groups are closed: a reference to a gloo group keeps its threads running."""
         self._holders.append(forget)
+
+    def abort(self) -> None:
+        """A member is gone: what this process does in the groups fails, now and later. Called by another thread."""
+        for found in list(self._connections):
+            _with_socket(found, end_waits)
+        for (_, backend), group in list(self._built.items()):
+            if backend == "nccl":
+                with suppress(RuntimeError):
+                    group._get_backend(self.device).abort()  # pyright: ignore[reportAttributeAccessIssue]
 
     def close(self) -> None:
         """Destroy the groups that were built. Call on every member."""

@@ -83,9 +83,10 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     devices, layout = [int(n) for n in options.get("devices", "2").split("+")], STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
+    tolerate = float(options.get("tolerate", 0))
     own_cluster = None if "RAY_ADDRESS" in os.environ else 6
     waits = {"peer_timeout": float(options.get("peers", 4 * deadline)), "collective_timeout": deadline}
-    hf.init(devices=own_cluster, wait_for_devices=float(options.get("wait", 0)), **waits)
+    hf.init(devices=own_cluster, wait_for_devices=float(options.get("wait", 0)), tolerate=tolerate, **waits)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     elastic = "elastic" in options
     pool = hf.ResourcePool([3] if elastic else devices, nodes=options["at"].split("+") if "at" in options else ())

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ class Trainer(hf.Worker):
             time.sleep(8.0)
         dist.all_reduce(torch.ones(1), group=self.context.groups.everyone())
         return batch
+
+    @register(ONE_TO_ALL)
+    def patient(self):
+        self.context.groups.timeout = 600.0
 
     @register(DP_PROTO, reads=("x",))
     def many_updates(self, batch, slow, seconds):
@@ -213,3 +218,36 @@ def test_a_stopped_host_is_named_although_no_call_waits_for_it(pool, place, sett
     assert "trainer (rank 1)" in record.getMessage()
     assert "has not answered for " in record.getMessage()
     settle()
+
+
+@pytest.mark.parametrize("where", ["control_tree", "collective"])
+def test_peers_of_a_lost_rank_do_not_wait_for_it(cluster, batch, where):
+    """Its machine is silent: no connection ends, and their deadlines are far."""
+    monitor = cluster.backend.monitor
+    with hf.ResourcePool([2]) as own:
+        trainer = hf.place(Trainer, own, name="trainer")
+        trainer.patient().get()
+        good, hosts = trainer.update(batch), trainer.ranks.hosts
+        good.get()
+        pid = trainer.pid().get()[1]
+
+        def waits() -> bool:
+            doing = liveness.ask(hosts[0].address)
+            return isinstance(doing, liveness.Doing) and doing.waiting
+
+        with contextlib.ExitStack() as stack:
+            if where == "control_tree":
+                stack.enter_context(stopped(pid))
+            trainer.update(good, busy=1)
+            until(waits)
+            if where == "collective":
+                stack.enter_context(stopped(pid))
+            monitor._lose(monitor._watched[hosts[1].address])
+            until(lambda: str(liveness.ask(hosts[0].address)) == "idle")
+
+
+def until(found: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.05)

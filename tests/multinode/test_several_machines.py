@@ -165,6 +165,9 @@ class Runs:
 
     def _back(self, lost: int, how: str, after: float = 0.0) -> None:
         time.sleep(after)
+        if how == "link away":
+            self.machines.link(lost, "up")
+            return
         if how == "link down":
             self.machines.kill(lost)
         self.machines.start(lost)
@@ -202,6 +205,15 @@ def test_a_lost_machine_is_replaced_by_a_spare_one(runs, one_machine, how):
     options = {"layout": "d2", "devices": "1+1", "record": 1, "retry": 1, "every": 1}
     run = runs.disturbed(f"lost {how}", 5, how, **options)
     assert "restart 1 of 3" in (run / "log.txt").read_text()
+    check_equal(run, one_machine)
+
+
+def test_a_link_that_is_away_for_a_moment_restarts_nothing(runs, one_machine):
+    options = {"layout": "d2", "devices": "1+1", "record": 1, "tolerate": 15}
+    run = runs.disturbed("away", 5, "link away", "idle", 9.0, **options)
+    said = (run / "log.txt").read_text()
+    assert "answers again, after" in said
+    assert "restart" not in said
     check_equal(run, one_machine)
 
 
