@@ -282,6 +282,7 @@ class ZeRO:
     }
     stage: Annotated[int, Check("1 (optimizer state), 2 (and gradients) or 3 (and parameters)", _is_stage)]
     dp: Size | None = None
+    cp: Size = 1
     dtype: DType | None = None
     micro_tokens: Size = 16384
     packed: bool = True
@@ -289,7 +290,7 @@ class ZeRO:
     offload: bool = False
 
     def grid(self, devices: int) -> RankGrid:
-        return RankGrid(d=data_parallel(self, {}, self.dp, devices, stage=self.stage))
+        return RankGrid(d=data_parallel(self, {"cp": self.cp}, self.dp, devices, stage=self.stage) * self.cp)
 
 
 Penalty = Annotated[float, Check("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)]

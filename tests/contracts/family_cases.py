@@ -204,7 +204,11 @@ ON_SHARDS: dict[str, dict[str, FSDP | ZeRO]] = {
         "zero2-d3-offload": ZeRO(stage=2, dp=3, offload=True),
     },
     "t": {"t2": FSDP(tp=2, dp=1), "t2-d2": FSDP(tp=2, dp=2)},
-    "c": {"cp4": FSDP(cp=4, dp=1), "d2-cp2-recompute": FSDP(cp=2, dp=2, recompute=True)},
+    "c": {
+        "cp4": FSDP(cp=4, dp=1),
+        "d2-cp2-recompute": FSDP(cp=2, dp=2, recompute=True),
+        "zero2-d2-cp2": ZeRO(stage=2, cp=2, dp=2),
+    },
     "tc": {"t2-cp2-often": FSDP(cp=2, dp=1, tp=2, reduce_often=True)},
     "e": {
         "d2-ep2-recompute": FSDP(dp=2, ep=2, recompute=True),
