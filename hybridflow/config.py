@@ -277,6 +277,7 @@ class ZeRO:
         "tp": "Its ranks share every tensor (dp); hf.FSDP(tp=...) cuts layers too, as hf.Megatron(tp=...) does.",
         "pp": "Its ranks share every tensor (dp); hf.Megatron(pp=...) has pipeline stages.",
         "replicate": "hf.FSDP(replicate=...) makes copies, each cut over some ranks.",
+        "ep": "hf.FSDP(ep=...) and hf.Megatron(ep=...) share experts.",
         "reduce_often": "Stages 2 and 3 always do; hf.FSDP(reduce_often=...) has the choice.",
         "lora": "hf.FSDP(lora=...) and hf.Megatron(lora=...) train adapters.",
     }

@@ -271,12 +271,13 @@ _GROUPS: dict[str, Mapping[str, Mapping[str, Any]]] = {
 def table() -> str:
     """Families by backend and grid, as the suites have them."""
     from tests.contracts.test_readings import AGREE
-    from tests.integration.test_expert_generation import SHARED_OUT
+    from tests.integration.test_expert_generation import LATENT, SHARED_OUT
     from tests.integration.test_vllm_probing import GENERATED
 
     configs = FAMILIES | MEGATRON | OTHERS
     generated = [*((name, "t1") for name in AGREE.split()), *((name, f"t{t}") for name, t in GENERATED)]
     generated += [(name, f"p{pp}-" * (pp > 1) + f"t{tp}-ep{tp}") for name, pp, tp in SHARED_OUT]
+    generated += [(name, f"t{tp}-ep{tp}" if tp > 1 else "t1") for name, tp, _ in LATENT]
     columns: dict[str, dict[str, list[str]]] = {"Megatron": {}, "FSDP and ZeRO": {}, "vLLM": {}}
     for column, cases in (("Megatron", MEGATRON_CASES), ("FSDP and ZeRO", SHARDED_CASES)):
         for name, grid in cases:
