@@ -277,11 +277,13 @@ class ZeRO:
         "tp": "Its ranks share every tensor (dp); hf.FSDP(tp=...) cuts layers too, as hf.Megatron(tp=...) does.",
         "pp": "Its ranks share every tensor (dp); hf.Megatron(pp=...) has pipeline stages.",
         "replicate": "hf.FSDP(replicate=...) makes copies, each cut over some ranks.",
+        "ep": "hf.FSDP(ep=...) and hf.Megatron(ep=...) share experts.",
         "reduce_often": "Stages 2 and 3 always do; hf.FSDP(reduce_often=...) has the choice.",
         "lora": "hf.FSDP(lora=...) and hf.Megatron(lora=...) train adapters.",
     }
     stage: Annotated[int, Check("1 (optimizer state), 2 (and gradients) or 3 (and parameters)", _is_stage)]
     dp: Size | None = None
+    cp: Size = 1
     dtype: DType | None = None
     micro_tokens: Size = 16384
     packed: bool = True
@@ -289,7 +291,7 @@ class ZeRO:
     offload: bool = False
 
     def grid(self, devices: int) -> RankGrid:
-        return RankGrid(d=data_parallel(self, {}, self.dp, devices, stage=self.stage))
+        return RankGrid(d=data_parallel(self, {"cp": self.cp}, self.dp, devices, stage=self.stage) * self.cp)
 
 
 Penalty = Annotated[float, Check("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)]

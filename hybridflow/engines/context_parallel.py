@@ -116,4 +116,4 @@ def _exchange(x: Tensor, group: Any, to_heads: bool) -> Tensor:
     dist.all_to_all_single(out, sent, group=group)
     if to_heads:
         return out.flatten(0, 1)
-    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2).contiguous()  # a view where a rank has one head

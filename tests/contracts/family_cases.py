@@ -204,7 +204,11 @@ ON_SHARDS: dict[str, dict[str, FSDP | ZeRO]] = {
         "zero2-d3-offload": ZeRO(stage=2, dp=3, offload=True),
     },
     "t": {"t2": FSDP(tp=2, dp=1), "t2-d2": FSDP(tp=2, dp=2)},
-    "c": {"cp4": FSDP(cp=4, dp=1), "d2-cp2-recompute": FSDP(cp=2, dp=2, recompute=True)},
+    "c": {
+        "cp4": FSDP(cp=4, dp=1),
+        "d2-cp2-recompute": FSDP(cp=2, dp=2, recompute=True),
+        "zero2-d2-cp2": ZeRO(stage=2, cp=2, dp=2),
+    },
     "tc": {"t2-cp2-often": FSDP(cp=2, dp=1, tp=2, reduce_often=True)},
     "e": {
         "d2-ep2-recompute": FSDP(dp=2, ep=2, recompute=True),
@@ -267,12 +271,13 @@ _GROUPS: dict[str, Mapping[str, Mapping[str, Any]]] = {
 def table() -> str:
     """Families by backend and grid, as the suites have them."""
     from tests.contracts.test_readings import AGREE
-    from tests.integration.test_expert_generation import SHARED_OUT
+    from tests.integration.test_expert_generation import LATENT, SHARED_OUT
     from tests.integration.test_vllm_probing import GENERATED
 
     configs = FAMILIES | MEGATRON | OTHERS
     generated = [*((name, "t1") for name in AGREE.split()), *((name, f"t{t}") for name, t in GENERATED)]
     generated += [(name, f"p{pp}-" * (pp > 1) + f"t{tp}-ep{tp}") for name, pp, tp in SHARED_OUT]
+    generated += [(name, f"t{tp}-ep{tp}" if tp > 1 else "t1") for name, tp, _ in LATENT]
     columns: dict[str, dict[str, list[str]]] = {"Megatron": {}, "FSDP and ZeRO": {}, "vLLM": {}}
     for column, cases in (("Megatron", MEGATRON_CASES), ("FSDP and ZeRO", SHARDED_CASES)):
         for name, grid in cases:

@@ -33,6 +33,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy", "first_k_dense_replace": 2},  # no experts: they are another matter
     "nemotron": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 4, "head_dim": 32},
+    "gptj": {"rotary_dim": 16},
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def test_it_computes_and_trains_as_transformers_does(processes, family, tmp_path
     assert_trains(processes, MEGATRON_CASES[name, grid], *family(name), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("backend", [Megatron, FSDP])
+@pytest.mark.parametrize("backend", [Megatron, FSDP, partial(ZeRO, stage=1)], ids=["megatron", "fsdp", "zero"])
 def test_activations_are_shared(processes, family, backend):
     path, batch, found = family("llama-yarn")[0], make_batch(rows=48), {}
     for cp in (1, 2, 4):

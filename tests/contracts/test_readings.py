@@ -142,7 +142,7 @@ def test_no_variation_differs_in_silence(process, tmp_path, name):
 
 
 AGREE = (
-    "cohere deepseek_v2 ernie4_5 exaone4 gemma gemma2 gemma3_text gpt-sw3 gpt2 granite granite_swa "
+    "cohere deepseek_v2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 gpt-sw3 gpt2 gptj granite granite_swa "
     "granitemoe granitemoe_swa granitemoeshared hyperclovax minicpm3 ministral3 mixtral nemotron olmoe opt phi3 "
     "qwen2_moe qwen3_moe stablelm"
 )

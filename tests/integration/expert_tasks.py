@@ -77,7 +77,7 @@ def make(directory: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
 
 
 def strategy(**options: Any) -> VLLM:
-    return VLLM(**{"kv_cache_gb": 0.02, "max_sequences": 16, **options})
+    return VLLM(**{"kv_cache_gb": 0.02, "memory_fraction": 0.2, "max_sequences": 16, "dtype": "float32", **options})
 
 
 def build(world: World, name: str, directory: Path, chosen: VLLM) -> VLLMEngine:

@@ -120,9 +120,10 @@ YARN |= {"original_max_position_embeddings": 64, "rope_theta": 10000.0}
 GROUPS = {"n_group": 2, "topk_method": "group_limited_greedy", "rope_parameters": YARN}
 
 
-@pytest.mark.parametrize(
-    ("family", "tp", "sizes"), [("deepseek_v2", 1, {}), ("deepseek_v2", 2, GROUPS), ("deepseek_v3", 2, {})]
-)
+LATENT = [("deepseek_v2", 1, {}), ("deepseek_v2", 2, GROUPS), ("deepseek_v3", 2, {})]
+
+
+@pytest.mark.parametrize(("family", "tp", "sizes"), LATENT)
 def test_latent_attention_follows_its_weights(ranks, tmp_path, family, tp, sizes) -> None:
     """Of several heads and with experts; also where weights were written in place a second time."""
     one, other = (make(tmp_path / f"{seed}", family, seed, **sizes) for seed in (1, 2))

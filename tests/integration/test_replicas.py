@@ -9,6 +9,7 @@ import hybridflow as hf
 from hybridflow.errors import ReplicaError
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from tests.integration.test_any_generation import QWEN3_MOE, make
 from tests.tiny_models import make_rows
 
 STRATEGIES = {
@@ -18,6 +19,7 @@ STRATEGIES = {
     "zero-1": hf.ZeRO(stage=1),
     "zero-2": hf.ZeRO(stage=2),
     "hsdp-lora": hf.FSDP(replicate=2, lora=hf.LoRA(rank=2)),
+    "hsdp-experts": hf.FSDP(replicate=2, ep=2),
     "megatron-lora": hf.Megatron(tp=2, lora=hf.LoRA(rank=2)),
 }
 
@@ -35,6 +37,8 @@ class Flipped(hf.ActorWorker):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_changed_bit_is_named_before_it_is_saved(pool, policy, tmp_path, name):
+    if name == "hsdp-experts":
+        policy = make(tmp_path / "experts", "qwen3_moe", **QWEN3_MOE)
     actor = Flipped.on(pool, model=policy, train=STRATEGIES[name], optim=hf.Adam(lr=0.01), name="flipped")
     try:
         rows = hf.BatchRef.from_batch(make_rows(8))

@@ -45,12 +45,11 @@ def build_model(
     columns = -(-spec.vocab // grid.t)
     first = min(spec.vocab, columns * context.coords.t)
     packing = {"packed": strategy.packed, "single": not shards.model.packable}
-    split = Split(strategy.micro_tokens, getattr(strategy, "cp", 1), vocab=spec.vocab, cost=spec.cost, **packing)
+    split = Split(strategy.micro_tokens, strategy.cp, vocab=spec.vocab, cost=spec.cost, **packing)
     group = context.groups.of(grid.group(context.rank, "t"))
     parts = step_groups(tensors | (adapter_tensors(spec, adapters.lora) if adapters else {}))
     tokens = TokenOutputs(context.role, spec, split, (first, min(spec.vocab, first + columns)), group)
-    cp = getattr(strategy, "cp", 1)
-    tokens.context = ContextParallel(context, cp) if cp > 1 else None
+    tokens.context = ContextParallel(context, strategy.cp) if strategy.cp > 1 else None
     return ShardedModel(
         shards=shards,
         loop=PlainLoop(context, shards, tokens.empty),
@@ -83,6 +82,7 @@ def _shards(
         units, everyone = whole_units(spec.tensors(), spec.parts), context.groups.everyone()
         flat = FlatShards(context, model, units, everyone, stage=strategy.stage, offload=strategy.offload)
         model.make_buffers(context.device)
+        flat.lockstep = strategy.cp > 1
         return flat, None
     shards = Sharded(context, cut, spec, dtype, trains=trains)
     if cut.lora is None:

@@ -136,7 +136,7 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
     check_tensor_parallel(spec, grid.t, role)
     check_experts(spec, grid.ep, role)
     packed = strategy.packed and is_packable(spec.config)
-    check_shared_heads(spec, getattr(strategy, "cp", 1), grid.t, packed, role)
+    check_shared_heads(spec, strategy.cp, grid.t, packed, role)
 
 
 def as_fsdp(strategy: FSDP | ZeRO) -> FSDP | None:
