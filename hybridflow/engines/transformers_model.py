@@ -54,6 +54,11 @@ class TransformersModel(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # its embedding would not be trained
+        for name in getattr(spec, "constants", ()):  # float32, with state like a parameter, and never a gradient
+            at, _, own = name.rpartition(".")
+            module = whole.get_submodule(at)
+            shape = module._buffers.pop(own).shape
+            module.register_parameter(own, nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta")))
         self._made = [(module, n, buffer) for module in self.modules() for n, buffer in module._buffers.items()]
         if lora is not None:
             inject(self.decoder, spec, lora)

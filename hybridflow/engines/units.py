@@ -18,6 +18,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.models.hf_spec import ROUTER_BIAS
 from hybridflow.models.spec import Part
 
 if TYPE_CHECKING:
@@ -169,12 +170,14 @@ def step_groups(tensors: Tensors, stages: Sequence[Sequence[int]] | None = None)
 
 def whole_units(tensors: Tensors, parts: Mapping[str, Part] | None = None) -> list[Unit]:
     """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order: those
-    before the decoder layers, of each layer, and after the layers."""
+    before the decoder layers, of each layer, and after the layers. A router's bias, float32, is one of its own."""
     before, layers, behind = ends_and_layers(tensors)
+    found = []
+    for named in (before, *layers, behind):
+        rest = {name: shape for name, shape in named.items() if not name.endswith(ROUTER_BIAS)}
+        found += [{name: shape} for name, shape in named.items() if name not in rest] + ([rest] if rest else [])
     return [
-        Unit(named, {name: part for name, part in (parts or {}).items() if part.tensors[0] in named})
-        for named in (before, *layers, behind)
-        if named
+        Unit(named, {name: part for name, part in (parts or {}).items() if part.tensors[0] in named}) for named in found
     ]
 
 

@@ -228,8 +228,9 @@ _SHARDED = {
     "tc": """arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3 glm glm4 gpt_neox granite helium jais2
         llama-yarn ministral3 mistral nanochat olmo olmo2 olmo3 phi phi3 qwen2-windows qwen3 seed_oss smollm3 starcoder2
         vaultgemma youtu""",
-    "e": "deepseek_v2 gpt_oss hunyuan_v1_moe jamba qwen3_next",
-    "ce": """afmoe ernie4_5_moe flex_olmo granitemoe granitemoeshared laguna mellum mixtral-6 olmoe phimoe qwen3_moe""",
+    "e": "deepseek_v2 deepseek_v3 glm4_moe_lite gpt_oss hunyuan_v1_moe jamba qwen3_next",
+    "ce": """afmoe ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared laguna mellum mixtral-6 olmoe phimoe
+        qwen3_moe solar_open""",
     "tce": "aria_text cohere2_moe qwen2_moe",
 }
 SHARDED_CASES: dict[tuple[str, str], FSDP | ZeRO] = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.config import FSDP, ZeRO
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.engines.fsdp.layout import check, check_tensor_parallel, weights_layout
+from hybridflow.engines.fsdp.layout import check_tensor_parallel, weights_layout
 from hybridflow.errors import CheckpointError, ModelError
 from hybridflow.models.hf_spec import TransformersSpec, read_spec
 from tests.contracts import any_model_tasks as tasks
@@ -129,13 +129,6 @@ def test_models_that_cannot_be_cut_are_refused_before_anything_is_made(tmp_path,
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
         read_spec(tmp_path, "lm")
-
-
-@pytest.mark.parametrize("strategy", [FSDP(), ZeRO(stage=1)])
-def test_what_a_router_adds_to_scores_is_no_parameter(strategy):
-    spec = TransformersSpec.of({"model_type": "deepseek_v3", "num_hidden_layers": 4})
-    with pytest.raises(ModelError, match="e_score_correction_bias, which is no parameter"):
-        check(strategy, spec, strategy.grid(2), "actor")
 
 
 @pytest.mark.parametrize("settings", [{"model_type": "gpt_neox"}, {"model_type": "bert", "is_decoder": True}])

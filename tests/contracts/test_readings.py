@@ -151,8 +151,8 @@ DIFFER = {
     "ernie4_5_moe": "refused: ModelError: vLLM on CPU leaves out what routers of ernie4_5_moe add to scores",
     "llama4_text": "stopped: vLLM reads this llama4_text model otherwise than training does",
     "mamba": "has no attention heads",
-    "mimo_v2_flash": "e_score_correction_bias, which is no parameter",
-    "minimax_m2": "e_score_correction_bias, which is no parameter",
+    "mimo_v2_flash": "refused: ModelError: whether vLLM adds to the scores of experts",
+    "minimax_m2": "lacks 2 of the 47 tensors",
     "nemotron_h": "transformers does not take this nemotron_h config.json",
     **{
         family: f"does not compute the linear attention of {family}"

@@ -22,7 +22,7 @@ from hybridflow.engines.lora.targets import trained_tensors
 from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.families import is_packable
-from hybridflow.models.hf_spec import Decoder, TransformersSpec, check_shared_heads
+from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, TransformersSpec, check_shared_heads
 from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid, divisors
 
@@ -113,6 +113,8 @@ def fsdp_layout(
     for name in parameter_shapes(tensors, parts):
         dim = None if tp_dim is None or tp == 1 else tp_dim(name)
         cuts[name] = [(rows, 0)] if dim is None else [(columns, dim), (rows, 0)]
+        if name.endswith(ROUTER_BIAS):  # whole on every rank
+            cuts[name] = []
         if name in experts:
             cuts[name] = [(shares, 0), (same, 0)]
     return cut_layout(tensors, len(ranks), cuts, parts)
@@ -127,11 +129,6 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
             f"{role} has a grid of its own, p={grid.p}, t={grid.t}, d={grid.d}, on which {strategy} cannot be laid "
             f"out: its {grid.size} ranks are p={fits.p}, t={fits.t}, d={fits.d}, ep={fits.ep}. Leave grid= out, or use "
             f"hf.Megatron()."
-        )
-    if isinstance(spec, TransformersSpec) and spec.constants:
-        raise ModelError(
-            f"{role}: a {spec.family} checkpoint has {min(spec.constants)}, which is no parameter. "
-            f"{type(strategy).__name__} does not train such models; Megatron may."
         )
     check_tensor_parallel(spec, grid.t, role)
     check_experts(spec, grid.ep, role)

@@ -30,7 +30,7 @@ from hybridflow.engines.fsdp.shared_experts import share_experts
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.transformers_model import TransformersModel
-from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder
 from hybridflow.models.spec import Part
 
 AXES = ("replicate", "shard", "tp")
@@ -79,6 +79,9 @@ class Sharded:
         self.root, self._offloads = self._cut(context, strategy, mesh, compute), strategy.offload
         model.to_empty(device="cpu" if strategy.offload else context.device)
         model.make_buffers(context.device)
+        for name, parameter in model.named_parameters():
+            if name.endswith(ROUTER_BIAS):
+                parameter.data = parameter.data.to(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         pieces = {name: views(name, local_tensor(parameter)) for name, parameter in self.parameters.items()}
         held = {name: tensor for found in pieces.values() for name, tensor in found.items()}
@@ -107,6 +110,7 @@ class Sharded:
             as_given = replace(policy, cast_forward_inputs=False)  # weights of experts
             for experts in share_experts(model, same.get_group(2), self.tp):
                 fully_shard(experts, mesh=_of_shards(same), mp_policy=as_given, **host)
+        host["ignored_params"] = {p for name, p in model.named_parameters() if name.endswith(ROUTER_BIAS)}
         for layer in model.layers:
             fully_shard(layer, mesh=_of_shards(mesh), mp_policy=policy, **host)
         root = fully_shard(model, mesh=_of_shards(mesh), mp_policy=policy, reshard_after_forward=False, **host)

@@ -85,8 +85,6 @@ class Backend:
                 architecture(model).check_experts(sizes.ep, sizes.columns, role)
         elif not isinstance(model, ModelSpec):
             packed, family = packed and is_packable(model.config), model.family
-            if model.constants:
-                raise ModelError(f"{role}: FSDP and ZeRO do not train {family}, which has {min(model.constants)}.")
             if sizes.t not in (1, getattr(self.strategy, "tp", 1)):
                 raise ModelError(f"{role}: whether FSDP can cut {family} by t={sizes.t} is not known. Use tp=1.")
         elif model.kv_heads % sizes.t:
