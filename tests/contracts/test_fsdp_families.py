@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hybridflow.config import FSDP
@@ -9,8 +11,10 @@ from tests.contracts.family_cases import SHARDED_CASES, marked, spread
 from tests.contracts.rank_processes import DEVICE
 from tests.contracts.train_contract import assert_trains
 
-CASES = marked(SHARDED_CASES) if DEVICE.type == "cpu" else sorted(spread(SHARDED_CASES))
-"""All of them would take hours on emulated CUDA."""
+CASES: list[Any] = marked(SHARDED_CASES)
+if DEVICE.type == "cuda":  # emulated: all of them would take hours, and these need a convolution that it lacks
+    convolving = ("falcon_mamba", "jamba", "mamba", "qwen3_next", "recurrent_gemma")
+    CASES = sorted(case for case in spread(SHARDED_CASES) if case[0] not in convolving)
 
 
 @pytest.mark.parametrize(("name", "grid"), CASES)

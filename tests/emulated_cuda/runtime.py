@@ -74,4 +74,6 @@ def alias(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     pointer = x.untyped_storage().data_ptr()
     storage = torch._C._construct_storage_from_data_pointer(pointer, torch.device("cpu"), size)
-    return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
+    found = torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
+    found = found.conj() if x.is_conj() else found  # views, which memory knows nothing of
+    return torch._neg_view(found) if x.is_neg() else found

@@ -211,3 +211,15 @@ def test_host_syncs_are_counted(run: Callable[[Tensor], object], waits: int):
         pytest.skip("a real device does not count")
     assert found.total == waits, str(found)
     assert all("tests/gpu/test_device_checks.py" in place for _, place in found.by_place)
+
+
+def test_conjugates_that_nothing_has_computed_yet_are_read_as_such():
+    """Gradients of a product of complex numbers are products with such."""
+    found = []
+    for device in ("cpu", "cuda"):
+        x, y = (torch.arange(8.0, device=device).add(start).view(4, 2) for start in (1, 5))
+        product = torch.view_as_complex(x.requires_grad_()) * torch.view_as_complex(y)
+        (torch.view_as_real(product) * y).sum().backward()
+        found.append(x.grad)
+    assert found[0] is not None
+    assert found[0].equal(found[1].cpu())

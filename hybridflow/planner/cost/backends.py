@@ -56,6 +56,8 @@ class Backend:
         if (made := BACKENDS.get(type(strategy))) is None:
             known = f"it knows {', '.join(kind.__name__ for kind in BACKENDS)}"
             raise ConfigError(f"the planner has no prices for {strategy!r}, {known}. Place this group by hand.")
+        if getattr(strategy, "ep", 1) > 1 and not isinstance(strategy, Megatron):
+            raise ConfigError(f"the planner has no prices for ep= of {strategy!r}. Place this group by hand.")
         return made(strategy)
 
     @property
@@ -64,7 +66,7 @@ class Backend:
 
     def parallel(self, p: int, t: int, d: int, cp: int = 1, ep: int = 1) -> Parallel | None:
         """The layout of such sizes; None where the backend has no such sizes."""
-        unlike = (cp > 1 and not hasattr(self.strategy, "cp")) or (ep > 1 and not hasattr(self.strategy, "ep"))
+        unlike = (cp > 1 and not hasattr(self.strategy, "cp")) or (ep > 1 and self.of_transformers)
         if (p > 1 and not self.pipeline) or (t > 1 and not self.tensor) or d % cp or d // cp % self.copies or unlike:
             return None
         with suppress(PlacementError):  # experts that the ranks of a stage cannot share evenly
@@ -93,7 +95,7 @@ class Backend:
 
     def layouts(self, model: Decoder, sizes: Parallel, contexts: Sequence[int]) -> Iterator[Parallel]:
         """Ways to cut the model by these p, t and d, with one of `contexts` as cp and every ep."""
-        experts = Sizes.of(model).experts if hasattr(self.strategy, "ep") else 0
+        experts = 0 if self.of_transformers else Sizes.of(model).experts
         shares = [ep for ep in divisors(sizes.t * sizes.d) if not experts % ep] if experts else [1]
         for cp, ep in product(contexts, shares):
             if (own := self.parallel(*sizes.sizes, cp, ep)) is not None:

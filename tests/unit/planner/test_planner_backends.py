@@ -191,8 +191,9 @@ def test_layouts_that_a_strategy_has_not():
     assert Backend.of(Megatron(stage_layers=(1,))).sized(Parallel(2, 2, 4)) == Megatron(pp=2, tp=2, dp=4)
     with pytest.raises(PlacementError, match="shards must divide"):
         Parallel(d=4, shards=3)
-    with pytest.raises(ConfigError, match="no prices"):
-        Backend.of(object())  # type: ignore[arg-type]
+    for unpriced in (object(), FSDP(ep=2)):
+        with pytest.raises(ConfigError, match="no prices"):
+            Backend.of(unpriced)  # type: ignore[arg-type]
 
 
 def test_weights_of_shards_are_gathered_for_generation():
