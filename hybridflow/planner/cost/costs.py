@@ -447,7 +447,22 @@ class Costs:
             if (at := plan[first]) == plan[second]:
                 key = ("together", first, second, at.parallel, self.shape(at.mesh))
                 found[second] = self._known.once(key, partial(self.cost_together, first, second, at)) - found[first]
-        return found
+        return {name: seconds + self.arrival(name, plan) for name, seconds in found.items()}
+
+    def arrival(self, name: str, plan: ExecutionPlan) -> float:
+        """Seconds in which the columns that a call reads reach its nodes, as far as their sizes are known: over the
+        network where others wrote them, else through host memory."""
+        if not self.graph.widths:
+            return 0.0
+        work, here, seconds = self.workload, self.cluster.counts(plan[name].mesh.devices), 0.0
+        host = min(self.cluster.nodes[node].device.host for node in here)
+        for edge in self.graph.into(name):
+            there = self.cluster.counts(plan[edge.source].mesh.devices) if edge.source in plan else {0: 1}
+            known = [self.graph.widths[column] for column in edge.columns if column in self.graph.widths]
+            row = sum(one.prompt * work.prompt.mean + one.response * work.response.mean + one.row for one in known)
+            rate = self.cluster.bandwidth * self.coefficients.network if here.keys() - there.keys() else host
+            seconds += row * work.rows * self.graph.call(name).rows / len(here) / rate
+        return seconds
 
     def _priced(self, plan: ExecutionPlan) -> dict[str, tuple[float, float, float]]:
         """Of each call that can run so: its seconds, the share of them in which devices work, its rows' latency."""
