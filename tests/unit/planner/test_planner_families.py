@@ -177,6 +177,18 @@ def test_experts_are_shared_stepped_and_reached_by_their_ranks():
     assert far["exchange"] > 1.2 * many["exchange"]  # half of the rows on a rank, but over the network
 
 
+def test_ranks_of_fsdp_gather_only_experts_of_their_kind():
+    graph = replace(grpo(mixture()), strategies={"actor": FSDP()})
+    costs, size = Costs(ClusterSpec.of("h100:1x8"), graph, WORK), Sizes.of(mixture())
+    alone, shared = (CallPlan(Mesh.of(0, 8), Parallel(d=8, shards=8, ep=ep)) for ep in (1, 4))
+    assert costs.static("actor", shared) == pytest.approx(costs.static("actor", alone))
+    less = [costs.added("actor.compute_log_prob", at).gathered for at in (alone, shared)]
+    assert less[0] - less[1] == pytest.approx(2 * 2 * size.expert * 3 / 4)
+    whole, parts = (costs.cost("actor.update_actor", at).parts for at in (alone, shared))
+    assert parts["exchange"] > 0
+    assert parts["data_parallel"] < whole["data_parallel"] / 2
+
+
 def test_ranks_that_share_rows_share_activations_and_exchange_heads():
     costs = Costs(ClusterSpec.of("h100:1x8"), grpo(spec("llama")), replace(WORK, recompute=False, response=32000))
     whole, halves, parts = (costs.added("actor.update_actor", at(costs, "", 1, 1, 8, cp)) for cp in (1, 2, 4))
