@@ -30,7 +30,7 @@ class DeviceMemory:
     """Parameters of other ranks, and gradients that are not theirs yet."""
     average: float = 0.0
     visiting: float = 0.0
-    """The state of a group that is in host memory between its calls."""
+    """What a call needs of a group that is in host memory between its calls."""
 
     @cached_property
     def static(self) -> float:

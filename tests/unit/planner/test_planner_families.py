@@ -227,7 +227,5 @@ def test_rows_that_do_not_fit_are_shared():
 
 
 def test_families_without_prices_are_refused_by_their_reason():
-    strategies = {"actor": Megatron()}
-    costs = Costs(ClusterSpec.of("h100:1x8"), replace(grpo(spec("gpt2")), strategies=strategies), WORK)
     with pytest.raises(ModelError, match="Megatron does not compute gpt2"):
-        costs.backends["actor"].check(spec("gpt2"), Parallel())
+        plan(replace(grpo(spec("gpt2")), strategies={"actor": Megatron()}), "h100:1x8", WORK)

@@ -40,9 +40,10 @@ def test_a_model_that_waits_leaves_its_memory_to_others():
         kept = here.still(group, at)
         assert away.static(group, at) == 0
         for name in calls:
-            call, times = f"{group}.{name}", 2 if name.startswith("update") else 1
-            assert away.added(call, at, at).active == here.added(call, at, at).active + kept.static
-            more = times * (kept.parameters + kept.optimizer) / host
+            call, trains = f"{group}.{name}", name.startswith("update")
+            needed = kept.static if trains else kept.parameters
+            assert away.added(call, at, at).active == here.added(call, at, at).active + needed
+            more = (2 * (kept.parameters + kept.optimizer) if trains else kept.parameters) / host
             assert away.cost(call, at).seconds == pytest.approx(here.cost(call, at).seconds + more)
             assert away.cost(call, at).parts["offload"] == pytest.approx(more)
     plans = {call.name: at for call in here.calls}
