@@ -126,9 +126,9 @@ class Costs:
         return other
 
     def offloading(self, groups: Iterable[str]) -> Costs:
-        """With further groups away between their calls."""
+        """With these groups away between their calls, beside those of the driver and of pins."""
         other = copy(self)
-        other._sent = self._sent | frozenset(groups)
+        other._sent = frozenset(groups)
         other._constrain(self.constraints)
         return other
 

@@ -61,6 +61,7 @@ def test_a_plan_that_does_not_fit_sends_models_to_the_host():
     for group in WAITS:
         assert (f"{group} offloaded: +" in str(found)) == (group in waits)
     assert "s per iteration, " in found.shape
+    assert "Plain placement (all groups on all 8 devices, tp=8): does not fit" in str(found)
     assert found.explain().count("GiB per device") == len(waits)
     assert Placement.__reduce__(found)[0](*found.__reduce__()[1])["critic"].offload == found["critic"].offload
 
