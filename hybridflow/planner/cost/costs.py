@@ -17,6 +17,7 @@ from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.planner.cost import device_memory as memory
 from hybridflow.planner.cost.backends import MEGATRON, Backend
 from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
+from hybridflow.planner.cost.data_edges import CONTROLLER, Read, arrival, reads
 from hybridflow.planner.cost.device_memory import DeviceMemory
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
 from hybridflow.planner.cost.layer_profile import LayerProfile
@@ -453,22 +454,18 @@ class Costs:
             if (at := plan[first]) == plan[second]:
                 key = ("together", first, second, at.parallel, self.shape(at.mesh))
                 found[second] = self._known.once(key, partial(self.cost_together, first, second, at)) - found[first]
-        return {name: seconds + self.arrival(name, plan) for name, seconds in found.items()}
+        for read in (read for read in self.reads if read.reader in found):
+            there = plan[read.writer].mesh if read.writer in plan else CONTROLLER
+            found[read.reader] += self.arrival(read.nbytes, there, plan[read.reader].mesh)
+        return found
 
-    def arrival(self, name: str, plan: ExecutionPlan) -> float:
-        """Seconds in which the columns that a call reads reach its nodes, as far as their sizes are known: over the
-        network where others wrote them, else through host memory."""
-        if not self.graph.widths:
-            return 0.0
-        work, here, seconds = self.workload, self.cluster.counts(plan[name].mesh.devices), 0.0
-        host = min(self.cluster.nodes[node].device.host for node in here)
-        for edge in self.graph.into(name):
-            there = self.cluster.counts(plan[edge.source].mesh.devices) if edge.source in plan else {0: 1}
-            known = [self.graph.widths[column] for column in edge.columns if column in self.graph.widths]
-            row = sum(one.prompt * work.prompt.mean + one.response * work.response.mean + one.row for one in known)
-            rate = self.cluster.bandwidth * self.coefficients.network if here.keys() - there.keys() else host
-            seconds += row * work.rows * self.graph.call(name).rows / len(here) / rate
-        return seconds
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        return reads(self.graph, self.workload)
+
+    def arrival(self, nbytes: float, there: Mesh, here: Mesh) -> float:
+        key = ("arrival", there.bits, here.bits)
+        return nbytes * self._known.once(key, lambda: arrival(self.cluster, self.coefficients, there, here))
 
     def _priced(self, plan: ExecutionPlan) -> dict[str, tuple[float, float, float]]:
         """Of each call that can run so: its seconds, the share of them in which devices work, its rows' latency."""

@@ -25,6 +25,7 @@ from hybridflow.planner.describe.graph import Graph, GraphBuilder
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.call_search import Evaluator, options_of
 from hybridflow.planner.search.planning import plan
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
@@ -237,10 +238,14 @@ def test_columns_between_groups_take_their_bytes(small: Path):
     moved = at | {REF: CallPlan(far, Parallel(d=8))}
     host, network = costs.cluster.device(0).host, costs.cluster.bandwidth * costs.coefficients.network
     nbytes = 1000 * 1000 * (8 + 8) + 1000 * sum(graph.widths[name].row for name in ROWS_ONLY & {*graph.call(REF).reads})
-    assert costs.arrival(REF, at) == pytest.approx(nbytes / host, rel=1e-3)
-    assert costs.arrival(REF, moved) == pytest.approx(nbytes / network, rel=1e-3)
     bare = Costs(costs.cluster, replace(graph, widths={}), work)
-    assert costs.seconds(moved)[REF] == pytest.approx(bare.seconds(moved)[REF] + nbytes / network, rel=1e-6)
+    for plans, rate in ((at, host), (moved, network)):
+        more = costs.seconds(plans)[REF] - bare.seconds(plans)[REF]
+        assert more == pytest.approx(nbytes / rate, rel=1e-3)
+    evaluator = Evaluator(costs, options_of(costs, also=[moved]))
+    assert (state := evaluator.state(moved)) is not None
+    assert (score := evaluator.score(state)) is not None
+    assert score.seconds == pytest.approx(costs.timeline(moved).per_iteration)
 
 
 def test_published_sizes():
