@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.hf_spec import Decoder
 from hybridflow.planner.describe.graph import HELPER, Call, Graph, GraphBuilder, Source
 
 _TEXTS = ("prompt_ids", "response_ids")
@@ -27,10 +27,10 @@ def _update(group: str, *further: str, minibatches: int, epochs: int) -> Call:
 
 
 def ppo(
-    actor: ModelSpec,
-    critic: ModelSpec,
-    reference: ModelSpec | None = None,
-    reward: ModelSpec | None = None,
+    actor: Decoder,
+    critic: Decoder,
+    reference: Decoder | None = None,
+    reward: Decoder | None = None,
     *,
     log_probs: bool = True,
     minibatches: int = 1,
@@ -56,9 +56,9 @@ def ppo(
 
 
 def grpo(
-    actor: ModelSpec,
-    reference: ModelSpec | None = None,
-    reward: ModelSpec | None = None,
+    actor: Decoder,
+    reference: Decoder | None = None,
+    reward: Decoder | None = None,
     *,
     minibatches: int = 1,
     epochs: int = 1,
@@ -69,7 +69,7 @@ def grpo(
     return _loop(models, _GENERATE, _LOG_PROBS, _REFERENCE, _REWARDS, _advantages(), update)
 
 
-def _loop(models: Mapping[str, ModelSpec | None], *calls: Call) -> Graph:
+def _loop(models: Mapping[str, Decoder | None], *calls: Call) -> Graph:
     """The graph of these calls in every iteration, each of which reads what was last written."""
     builder = GraphBuilder(dict(models))
     for _ in range(2):

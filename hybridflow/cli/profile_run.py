@@ -124,6 +124,7 @@ class _Profiling:
     def profile(self) -> LayerProfile:
         with self._group(1, 1) as group:
             name, self.memory = group.device()[0]
+            (host,) = group.measure("host", ())
         cuda = name != "host"
         if not cuda:
             self.memory /= self.amounts.devices
@@ -136,7 +137,7 @@ class _Profiling:
         for t in powers(self.amounts.devices):
             self._decode(t, "cuda" if cuda else "cpu")
         slowdown = tuple((float(n), factor) for n, factor in sorted(self.slow.items()))
-        return LayerProfile(known_device(name), tuple(self.curves), slowdown, latency, bandwidth, call)
+        return LayerProfile(known_device(name), tuple(self.curves), slowdown, latency, bandwidth, call, host)
 
     @contextmanager
     def _group(self, t: int, d: int) -> Iterator[WorkerGroup]:

@@ -148,6 +148,12 @@ class EngineProbe:
         small, big = (torch.zeros(size, device=self.context.device) for size in (1, BIG // 4))
         return tuple(self._median(lambda x=x: dist.all_reduce(x, group=group)) for x in (small, big))  # type: ignore[return-value]
 
+    def host(self) -> float:
+        """Bytes per second from host memory, pinned where the device is another, into the device's."""
+        there, device = torch.empty(BIG, dtype=torch.uint8), self.context.device
+        there, here = there.pin_memory() if device.type == "cuda" else there, torch.empty_like(there, device=device)
+        return BIG / self._median(lambda: here.copy_(there, non_blocking=True))
+
     def _median(self, run: Callable[[], object], after: Callable[[], object] | None = None) -> float:
         """Median seconds of `run`, once warm; `after` follows each time, and is not counted."""
         took = []

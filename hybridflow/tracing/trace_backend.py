@@ -38,7 +38,7 @@ from hybridflow.config import VLLM, Sampling
 from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source
+from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source, Width
 from hybridflow.protocols.operation import Operation, kind_of, operations
 from hybridflow.streams.elastic import ElasticStream
 from hybridflow.streams.stream import ResponseStream
@@ -215,7 +215,9 @@ class TraceBackend(SessionBackend):
         if call.rows is None and operation.repeat is not None:  # one row for each trajectory
             due *= operation.repeat(ranks.settings, call.settings)
         if call.writes:
-            ref: Any = write(placeholder_columns(call.writes, due), on_driver=True)
+            made = placeholder_columns(call.writes, due)
+            self.program.widths |= {name: width for name in call.writes if (width := _width(name, made[name]))}
+            ref: Any = write(made, on_driver=True)
         elif ranks.name == HELPER and call.method == "filter_groups":
             with self._not_by_driver():
                 groups: dict[int, list[int]] = {}
@@ -411,6 +413,16 @@ def _placeholder_column(name: str, rows: int) -> Column:
         return torch.zeros(rows)
     values = torch.zeros(rows, dtype=torch.int64 if name.endswith("_ids") else torch.float32)
     return Ragged.from_lengths(torch.ones(rows, dtype=torch.bool) if name.endswith("_mask") else values, [1] * rows)
+
+
+def _width(name: str, column: Any) -> Width | None:
+    """None where only the engines know it."""
+    if isinstance(column, Objects) or name == "routed_experts":
+        return None
+    if not isinstance(column, Ragged):
+        return Width(row=column.element_size())
+    each = column.values.element_size()
+    return Width(prompt=each) if name.startswith("prompt") else Width(response=each)
 
 
 def placeholder_value(method: Callable[..., Any], settings: Mapping[str, Any]) -> Any:

@@ -270,5 +270,5 @@ def _train(found: Any, given: Any) -> Any:
     own, p, t = Backend.of(given), getattr(found, "pp", 1), getattr(found, "tp", 1)
     if (p > 1 and not own.pipeline) or (t > 1 and not own.tensor):
         p = t = 1
-    priced |= {name: getattr(found, name, 1) for name in ("cp", "ep") if hasattr(given, name)}
+    priced |= {name: getattr(found, name) if alike else 1 for name in ("cp", "ep") if hasattr(given, name)}
     return replace(own.sized(Parallel(p, t, 1)), dp=found.dp if own.pipeline else None, **priced)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_groups_are_where_the_placement_says(cluster, closing, policy):
         NODES,
         {
             "actor": where(0, 1, tp=2, dp=1),
-            "critic": where(1, pp=1, dp=1),
+            "critic": replace(where(1, pp=1, dp=1), offload=True),
             "reward": GroupPlacement((1,), NODES),
         },
     )
@@ -76,6 +77,8 @@ def test_groups_are_where_the_placement_says(cluster, closing, policy):
         "other": ((0, 1), 1, 2, 1),
     }
     assert made["critic"].settings["train"] == hf.Megatron(dp=1, micro_tokens=64)
+    assert made["critic"].settings["offload"] is True
+    assert made["other"].settings["offload"] is False
     assert sizes(actor) == ((0, 1), 1, 2, 1)
     assert actor.pool_name == made["critic"].pool_name, "all groups of placements over these nodes share a pool"
     batch = hf.BatchRef.from_batch(make_rows(6))

@@ -36,7 +36,7 @@ def test_layers_are_measured_and_priced(cluster, tmp_path: Path, capsys: pytest.
     found = LayerProfile.load(saved)
     assert found.device == "host"
     assert [n for n, _ in found.slowdown] == [1, 2]
-    assert min(found.latency or 0, found.bandwidth or 0, found.call_seconds or 0) > 0
+    assert min(found.latency or 0, found.bandwidth or 0, found.call_seconds or 0, found.host or 0) > 0
     policy, value = ModelSpec.from_checkpoint(tmp_path), ModelSpec.from_checkpoint(tmp_path, "value")
     curves = {(curve.model, curve.kind, curve.t, curve.d): curve for curve in found.curves}
     passes = ("forward", "backward", "output", "output_backward")

@@ -69,9 +69,11 @@ class Backend:
         unlike = (cp > 1 and not hasattr(self.strategy, "cp")) or (ep > 1 and self.of_transformers)
         if (p > 1 and not self.pipeline) or (t > 1 and not self.tensor) or d % cp or d // cp % self.copies or unlike:
             return None
+        etp, shards = getattr(self.strategy, "etp", None), d // self.copies if self.sharded else 1
+        if self.sharded and (shards % ep or (ep > 1 and t > 1)):
+            return None
         with suppress(PlacementError):  # experts that the ranks of a stage cannot share evenly
-            etp = getattr(self.strategy, "etp", None)
-            return Parallel(p, t, d, d // self.copies if self.sharded else 1, cp, ep, etp)
+            return Parallel(p, t, d, shards, cp, ep, etp)
         return None
 
     def check(self, model: Decoder, sizes: Parallel, role: str = "the model") -> None:
@@ -91,6 +93,8 @@ class Backend:
                 raise ModelError(f"{role}: whether FSDP can cut {family} by t={sizes.t} is not known. Use tp=1.")
         elif model.kv_heads % sizes.t:
             raise ModelError(f"{role} has {model.kv_heads} kv-heads, which t={sizes.t} ranks of FSDP cannot share.")
+        if self.of_transformers and sizes.ep > 1 and (not (count := Sizes.of(model).experts) or count % sizes.ep):
+            raise ModelError(f"{role} has {count} experts, which ep={sizes.ep} ranks cannot share.")
         check_shared_heads(model, sizes.cp, sizes.t, packed, role)
 
     def layouts(self, model: Decoder, sizes: Parallel, contexts: Sequence[int]) -> Iterator[Parallel]:

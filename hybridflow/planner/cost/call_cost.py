@@ -9,7 +9,7 @@ is paged, so a row takes of it what its own length asks for."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -93,28 +93,36 @@ def exposed_communication(context: CallContext, rows: float, training: bool) -> 
     if backend.stage == 1:
         return 0.0, 0.0
 
-    def gathered(elements: float) -> float:  # parameters, in the dtype that computes
-        nbytes = elements / links.t * context.itemsize
-        brought = nbytes / shards / links.host if backend.offload else 0.0
-        return links.collective(nbytes, shards, links.t) + brought
+    def gathered(elements: float, ep: int = 1) -> float:  # parameters, in the dtype that computes
+        nbytes, ranks = elements * context.itemsize, shards // ep
+        brought = nbytes / ranks / links.host if backend.offload else 0.0
+        return links.collective(nbytes, ranks, links.t * ep) + brought
 
-    def summed(elements: float) -> float:  # gradients, and where there are copies of the parameters, among these
-        nbytes, ranks = elements * REDUCED, shards if backend.sharded else links.d
-        own = nbytes / ranks
-        copies = 2 * links.collective(own, links.d // ranks, links.t * ranks)
-        return links.collective(nbytes, ranks, links.t) + copies + (own / links.host if backend.offload else 0.0)
+    def summed(elements: float, ep: int = 1) -> float:  # gradients, and among copies of the parameters, if any
+        nbytes, every = elements * REDUCED, shards if backend.sharded else links.d
+        own = nbytes / (every // ep)
+        copies = 2 * links.collective(own, links.d // every, links.t * every)
+        brought = own / links.host if backend.offload else 0.0
+        return links.collective(nbytes, every // ep, links.t * ep) + copies + brought
+
+    ep = context.parallel.ep  # experts are exchanged by the ranks that have the same ones only
+    routed = size.expert / ep if ep > 1 else 0.0
+
+    def of_layer(send: Callable[..., float], elements: float) -> float:
+        return send(elements - routed) + send(routed, ep) if routed else send(elements)
 
     def exposed(layer: float, ends: float, computation: float) -> float:  # all messages that computation does not hide
         return layer + ends + max(0.0, (size.layers - 1) * layer - computation)
 
     forward = stage_pass(context, rows, training=False)[0].total
-    layer, ends = (gathered(size.layer), gathered(size.outside)) if backend.sharded else (0.0, 0.0)
+    (unit, outside), trained = context.unit, context.trained
+    layer, ends = (of_layer(gathered, unit), gathered(outside)) if backend.sharded else (0.0, 0.0)
     first = exposed(layer, ends, forward)
     if not training:
         return first, first
     backward = stage_pass(context, rows, training=True)[0].total - forward
     # what lies outside of the layers stays gathered from one pass to the next
-    last = exposed(layer + summed(context.trained[0]), summed(context.trained[1]), backward)
+    last = exposed(layer + of_layer(summed, trained[0]), summed(trained[1]), backward)
     return first + (last if backend.often else exposed(layer, 0.0, backward)), first + last
 
 
@@ -193,8 +201,9 @@ def update(context: CallContext) -> float:
     """Seconds of an optimizer step on a device, beside messages."""
     links, backend = context.links, context.backend
     outside, experts = context.held if backend.lora is None else (context.stepped, 0.0)
-    stepped, shards = outside + experts, context.parallel.shards
-    own = stepped / shards if backend.sharded else outside / links.d + experts / context.expert_ranks
+    stepped, sharded = outside + experts, backend.sharded
+    own = outside / (context.parallel.shards if sharded else links.d)
+    own += experts / (context.parallel.expert_shards if sharded else context.expert_ranks)
     summed = stepped if backend.stage == 1 else own  # gradients that a rank keeps
     if not backend.offload:
         return (own * STATE + summed * CLEARED) / links.bandwidth

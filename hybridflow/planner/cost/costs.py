@@ -17,6 +17,7 @@ from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.planner.cost import device_memory as memory
 from hybridflow.planner.cost.backends import MEGATRON, Backend
 from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
+from hybridflow.planner.cost.data_edges import CONTROLLER, Read, arrival, reads
 from hybridflow.planner.cost.device_memory import DeviceMemory
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
 from hybridflow.planner.cost.layer_profile import LayerProfile
@@ -93,6 +94,9 @@ class Costs:
         self.cluster, self.graph, self.workload = cluster, graph, workload
         self.coefficients, self.profile, self.margin = coefficients, profile, margin
         self.backends = {group: Backend.of(graph.strategies.get(group)) for group in graph.models}
+        for group in graph.strategies.keys() & self.backends.keys():
+            if (model := graph.models[group]) is not None:
+                self.backends[group].check(model, Parallel(), group)  # families that it does not train
         self.calls = tuple(call for call in graph.calls if call.group != HELPER)
         self.contexts, self._sent = (1,), frozenset[str]()
         self.homes = {group: home(graph, group) for group in graph.groups}
@@ -123,9 +127,9 @@ class Costs:
         return other
 
     def offloading(self, groups: Iterable[str]) -> Costs:
-        """With further groups away between their calls."""
+        """With these groups away between their calls, beside those of the driver and of pins."""
         other = copy(self)
-        other._sent = self._sent | frozenset(groups)
+        other._sent = frozenset(groups)
         other._constrain(self.constraints)
         return other
 
@@ -265,11 +269,11 @@ class Costs:
         return found.beside("offload", self.trip(own, plan)) if own.group in self.away else found
 
     def trip(self, call: Call, plan: CallPlan) -> float:
-        """Seconds in which a model comes from host memory for a call; what the call steps goes back after it, all else
-        is only dropped, and gradients are only allocated. The model of the call before has left by then."""
+        """Seconds in which what a call needs of a model comes from host memory; what it steps goes back afterwards,
+        all else is only dropped, and gradients are only allocated. The model of the call before has left by then."""
         still, host = self.resting(call.group, plan), self._links(plan.mesh, self.workload.dtype).host
-        copies = 2 if call.kind == "training" else 1
-        return copies * (still.static - still.gradients) / host * self.slowdown(plan.mesh)
+        moved = 2 * (still.static - still.gradients) if call.kind == "training" else still.parameters
+        return moved / host * self.slowdown(plan.mesh)
 
     def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
         """Seconds of two training calls that share the pipeline stages of `plan` (`hf.together`): those of one after
@@ -376,7 +380,10 @@ class Costs:
         if context is None:
             return DeviceMemory()
         found = memory.active(context, own.kind, rows, copied, kv_budget)
-        return replace(found, visiting=self.resting(own.group, plan).static) if own.group in self.away else found
+        if own.group not in self.away:
+            return found
+        still = self.resting(own.group, plan)
+        return replace(found, visiting=still.static if own.kind == "training" else still.parameters)
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
@@ -447,7 +454,18 @@ class Costs:
             if (at := plan[first]) == plan[second]:
                 key = ("together", first, second, at.parallel, self.shape(at.mesh))
                 found[second] = self._known.once(key, partial(self.cost_together, first, second, at)) - found[first]
+        for read in (read for read in self.reads if read.reader in found):
+            there = plan[read.writer].mesh if read.writer in plan else CONTROLLER
+            found[read.reader] += self.arrival(read.nbytes, there, plan[read.reader].mesh)
         return found
+
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        return reads(self.graph, self.workload)
+
+    def arrival(self, nbytes: float, there: Mesh, here: Mesh) -> float:
+        key = ("arrival", there.bits, here.bits)
+        return nbytes * self._known.once(key, lambda: arrival(self.cluster, self.coefficients, there, here))
 
     def _priced(self, plan: ExecutionPlan) -> dict[str, tuple[float, float, float]]:
         """Of each call that can run so: its seconds, the share of them in which devices work, its rows' latency."""

@@ -30,7 +30,7 @@ class DeviceMemory:
     """Parameters of other ranks, and gradients that are not theirs yet."""
     average: float = 0.0
     visiting: float = 0.0
-    """The state of a group that is in host memory between its calls."""
+    """What a call needs of a group that is in host memory between its calls."""
 
     @cached_property
     def static(self) -> float:
@@ -51,7 +51,8 @@ READ, TRAINED = 2 + 4 + 4, 2 + 4 + 4 + 2
 
 def weights(context: CallContext) -> float:
     """Bytes of the parameters on the device with most."""
-    return sum(context.held) / context.parallel.shards * context.itemsize
+    (outside, experts), parallel = context.held, context.parallel
+    return (outside / parallel.shards + experts / parallel.expert_shards) * context.itemsize
 
 
 def static(context: CallContext, trained: bool, averaged: bool = False) -> DeviceMemory:
@@ -104,7 +105,8 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
         answers = min(answers, tokens + longer)
     logits, layer = answers * size.vocab / t if size.vocab > 1 else 0.0, saved_activations(context)
     # two layers (one computes, the next is on its way) and all that lies outside of the layers
-    gathered = (2 * size.layer + size.outside) / t * context.itemsize if context.backend.sharded else 0.0
+    unit, outside = context.unit
+    gathered = (2 * unit + outside) * context.itemsize if context.backend.sharded else 0.0
     if kind == "inference":
         activations = 2 * (tokens + longer) * layer
         return DeviceMemory(activations=activations, logits=logits * READ, weights=own, gathered=gathered)

@@ -70,7 +70,8 @@ class LayerProfile:
     """Curves measured on `device`. Those with t > 1 contain their collectives.
 
     `slowdown` is that of a node (see `NodeSpec`), `latency` [s] and `bandwidth` [bytes/s] those of messages inside it,
-    `call_seconds` those of a call beside what its engine does (None: not measured). Errors: ConfigError for a file that
+    `call_seconds` those of a call beside what its engine does, `host` [bytes/s] that of host memory (None: not
+    measured). Errors: ConfigError for a file that
     is missing or holds something else."""
 
     device: str
@@ -79,6 +80,7 @@ class LayerProfile:
     latency: float | None = None
     bandwidth: float | None = None
     call_seconds: float | None = None
+    host: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "curves", tuple(self.curves))
@@ -95,7 +97,10 @@ class LayerProfile:
         )
         own = {"latency": self.latency, "bandwidth": self.bandwidth, "slowdown": self.slowdown or None}
         changes = {name: value for name, value in own.items() if value is not None}
-        return replace(cluster, nodes=tuple(replace(node, **changes) for node in cluster.nodes))
+        nodes = (replace(node, **changes) for node in cluster.nodes)
+        if (host := self.host) is not None:
+            nodes = (replace(node, device=replace(node.device, host=host)) for node in nodes)
+        return replace(cluster, nodes=tuple(nodes))
 
     def coefficients(self, given: Coefficients) -> Coefficients:
         """`given` with measured values: messages reach the measured bandwidth, not a share of the data sheet's."""
@@ -128,6 +133,8 @@ class LayerProfile:
             lines.append(f"messages: {self.latency * 1e6:.3g} us, {self.bandwidth / 1e9:.3g} GB/s")
         if self.call_seconds is not None:
             lines.append(f"a call: {self.call_seconds * 1e3:.3g} ms beside its engine")
+        if self.host is not None:
+            lines.append(f"host memory: {self.host / 1e9:.3g} GB/s")
         lines.append(f"{'model':38} {'pass':15} {'t':>3} {'d':>3}   ms at the fewest and at the most")
         for c in self.curves:
             (n, low), (m, high) = c.points[0], c.points[-1]

@@ -49,10 +49,16 @@ class CallContext:
     def trained(self) -> tuple[float, float]:
         """Elements that training steps on a tensor parallel rank: of a decoder layer, and of all that lies outside of
         the layers."""
-        size, lora, t = self.size, self.backend.lora, self.parallel.t
+        lora, size, t = self.backend.lora, self.size, self.parallel.t
         if lora is None:
-            return (size.layer - size.expert) / t + size.expert / self.parallel.experts, size.outside / t
+            return self.unit
         return adapters(self.model, lora, t)[0], float(size.hidden if self.model.head == "value" else 0)
+
+    @property
+    def unit(self) -> tuple[float, float]:
+        """Elements that a rank computes with: of a decoder layer, and of all that lies outside of the layers."""
+        size, t = self.size, self.parallel.t
+        return (size.layer - size.expert) / t + size.expert / self.parallel.experts, size.outside / t
 
     @cached_property
     def held(self) -> tuple[float, float]:

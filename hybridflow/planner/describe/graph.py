@@ -40,6 +40,14 @@ class Call:
     """It generates without a pause between batches, not one whole batch after the other."""
 
 
+class Width(NamedTuple):
+    """Bytes of a column in a row, for each token of the prompt and of the response, and beside these."""
+
+    prompt: float = 0.0
+    response: float = 0.0
+    row: float = 0.0
+
+
 @dataclass(frozen=True)
 class Edge:
     """`target` waits for `source`: for columns that it wrote ("data"), for the weights that it stepped ("parameters"),
@@ -68,6 +76,8 @@ class Graph:
     """Groups that keep a moving average of their weights on their devices."""
     offload: Mapping[str, bool] = field(default_factory=dict)
     """Groups whose model can wait in host memory between their calls, and whether the driver says that it does."""
+    widths: Mapping[str, Width] = field(default_factory=dict)
+    """Of the columns whose size is known."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Call]:
@@ -151,6 +161,7 @@ class GraphBuilder:
     strategies: dict[str, TrainStrategy] = field(default_factory=dict)
     averaged: frozenset[str] = frozenset()
     offload: dict[str, bool] = field(default_factory=dict)
+    widths: dict[str, Width] = field(default_factory=dict)
     iteration: int = 0
     stream: tuple[int, bool] = (0, False)  # `ahead` and `continuous` of the calls to come
     _calls: dict[str, Call] = field(default_factory=dict)
@@ -239,7 +250,8 @@ class GraphBuilder:
         calls = tuple(replace(call, kind="function") if call in functions else call for call in calls)
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
         waits = {group: asked for group, asked in self.offload.items() if models.get(group) is not None}
-        graph = Graph(calls, tuple(edges), models, self.trained, strategies, self.averaged & models.keys(), waits)
+        kept = self.averaged & models.keys()
+        graph = Graph(calls, tuple(edges), models, self.trained, strategies, kept, waits, self.widths)
         ahead = {call.name: call.ahead for call in calls}
         needed = self._without_implied(graph)
         later = (replace(e, distance=e.distance + ahead[e.target]) if e.distance else e for e in needed)

@@ -117,9 +117,14 @@ class Parallel:
         return self.p, self.t * self.shards, self.d // self.shards
 
     @property
+    def expert_shards(self) -> int:
+        """Of the shards, ranks with the same experts."""
+        return max(1, self.shards // self.ep)
+
+    @property
     def expert_weights(self) -> tuple[int, int, int]:
         """`weights` of routed experts."""
-        parts = self.experts * self.shards
+        parts = self.experts * self.expert_shards
         return self.p, parts, self.t * self.d // parts
 
     @property

@@ -70,13 +70,6 @@ class Sizes:
         """The share of a layer's experts that a token meets."""
         return self.chosen / self.experts if self.experts else 0.0
 
-    @property
-    def linear(self) -> float:
-        """Elements of the matrices that a token meets, the output's included."""
-        keys = 2 * self.hidden * self.kv_heads * self.head_dim
-        layer = self.attention + keys + self.mlp + self.expert * self.met
-        return self.layers * layer + self.hidden * self.vocab
-
     def keys_on(self, t: int) -> float:
         """Columns of keys on a device: kv-heads are repeated where t is larger than their number."""
         return max(self.kv_heads / t, 1) * self.head_dim

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridflow.planner.cost.costs import Costs, Option
+from hybridflow.planner.cost.data_edges import CONTROLLER
 from hybridflow.planner.cost.timeline import GraphSchedule
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, meshes
@@ -107,6 +108,8 @@ class Evaluator:
         self._alike = [[number[name] for name in names] for names in costs.alike]
         self._hybrid = [(number[name], number[home]) for name, home in costs.hybrid]
         calls = [(node, call) for node, (call, source) in enumerate(self.nodes) if call is not None and source is None]
+        nodes = {call: node for node, call in calls}
+        self._reads = [(nodes[number[r.reader]], number[r.reader], number.get(r.writer), r.nbytes) for r in costs.reads]
         self._generating = [(node, call) for node, call in calls if self.calls[call].kind == "generation"]
         self.fastest = [min((option.seconds for option in own), default=math.inf) for own in options]
         self._at_home = sorted(set(self.homes))
@@ -142,6 +145,9 @@ class Evaluator:
             plan = chosen[call].plan
             cost = self.costs.generation(self.calls[call], plan, float((static * self.vector(plan.mesh)).max()))
             seconds[node], latency[node] = cost.seconds, cost.latency
+        for node, call, writer, nbytes in self._reads:
+            there = CONTROLLER if writer is None else chosen[writer].plan.mesh
+            seconds[node] += self.costs.arrival(nbytes, there, chosen[call].plan.mesh)
         least = self.schedule.least(seconds, masks, latency)
         if least * factor >= limit:
             return None

@@ -77,8 +77,9 @@ def plan(
     costs = Costs(spec, graph, workload, coefficients, profile, constraints, coefficients.error)
     found = list[tuple[float, Costs, Explained]]()
     for own in (costs, *([costs.sharing_rows()] * share_rows)):
-        for left, each in enumerate(reversed(offloaded(own, deadline.part(1 / 4)))):
-            until = deadline if left or not costs.may_wait else deadline.part(1 / 2)
+        left = offloaded(own, deadline.part(1 / 4))
+        while left:
+            until, each = deadline.part(1 / len(left)), left.pop(0)
             if (one := _search(each, search, until, seed, per_call)) is not None:
                 found.append((_rounded(each, one), each, one))
         if found:
@@ -165,7 +166,7 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
     shape = "\n".join([*filter(None, [shape]), *offload_lines(costs, found)])
     calls, cluster = _calls(costs, found, kept), str(costs.cluster)
     head = nodes, groups, calls, timeline.per_iteration, cluster, found_by
-    return Placement(*head, tuple(bars), shape, colocated(costs), others)
+    return Placement(*head, tuple(bars), shape, colocated(costs.offloading(())), others)
 
 
 def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[str, CallLayout]:

@@ -22,9 +22,11 @@ from hybridflow.engines.megatron.layout import check as check_megatron
 from hybridflow.engines.megatron.layout import state_layout, weights_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model, spec_of_config
-from hybridflow.planner import ClusterSpec, Parallel, Pin, Workload, plan
+from hybridflow.planner import ClusterSpec, Coefficients, Parallel, Pin, Workload, plan
 from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.cost.costs import Costs
+from hybridflow.planner.cost.pipeline_cost import layer_forward, output_forward
+from hybridflow.planner.describe.cluster_spec import DeviceSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.search.auto_mapping import AutoMapping
@@ -78,14 +80,20 @@ def test_elements_are_those_of_the_tensors(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_arithmetic_is_what_torch_counts(name):
-    """One row; torch counts all pairs of tokens, and small products of rotations."""
-    size, tokens = Sizes.of(spec(name)), 12
+    """The seconds of one row, on a device of one operation per second; torch counts all pairs of tokens, and small
+    products of rotations."""
+    tokens, exact = 12, Coefficients(compute=1.0, attention=1.0, half_columns=0.0)
+    device = DeviceSpec("slow", 1e12, {"bfloat16": 1.0}, 1e30)
+    costs = Costs(ClusterSpec((NodeSpec(device, 1, 1.0),), 1.0), grpo(spec(name)), WORK, exact)
+    context = costs.context("actor", CallPlan(Mesh.of(0, 1), Parallel()))
+    assert context is not None
+    priced = context.size.layers * layer_forward(context, tokens, tokens**2).compute
+    priced += output_forward(context, tokens).compute
     model = make_model(spec(name).config, torch.float32, "eager", "eager").eval()
     ids = torch.arange(1, tokens + 1)[None]
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         model(ids, use_cache=False)
-    attention = 4 * size.layers * tokens**2 * size.queries
-    assert counted.get_total_flops() == pytest.approx(2 * tokens * size.linear + attention, rel=0.02)
+    assert counted.get_total_flops() == pytest.approx(priced, rel=0.02)
 
 
 def test_windows_and_latent_caches_are_counted():
@@ -177,6 +185,18 @@ def test_experts_are_shared_stepped_and_reached_by_their_ranks():
     assert far["exchange"] > 1.2 * many["exchange"]  # half of the rows on a rank, but over the network
 
 
+def test_ranks_of_fsdp_gather_only_experts_of_their_kind():
+    graph = replace(grpo(mixture()), strategies={"actor": FSDP()})
+    costs, size = Costs(ClusterSpec.of("h100:1x8"), graph, WORK), Sizes.of(mixture())
+    alone, shared = (CallPlan(Mesh.of(0, 8), Parallel(d=8, shards=8, ep=ep)) for ep in (1, 4))
+    assert costs.static("actor", shared) == pytest.approx(costs.static("actor", alone))
+    less = [costs.added("actor.compute_log_prob", at).gathered for at in (alone, shared)]
+    assert less[0] - less[1] == pytest.approx(2 * 2 * size.expert * 3 / 4)
+    whole, parts = (costs.cost("actor.update_actor", at).parts for at in (alone, shared))
+    assert parts["exchange"] > 0
+    assert parts["data_parallel"] < whole["data_parallel"] / 2
+
+
 def test_ranks_that_share_rows_share_activations_and_exchange_heads():
     costs = Costs(ClusterSpec.of("h100:1x8"), grpo(spec("llama")), replace(WORK, recompute=False, response=32000))
     whole, halves, parts = (costs.added("actor.update_actor", at(costs, "", 1, 1, 8, cp)) for cp in (1, 2, 4))
@@ -215,7 +235,5 @@ def test_rows_that_do_not_fit_are_shared():
 
 
 def test_families_without_prices_are_refused_by_their_reason():
-    strategies = {"actor": Megatron()}
-    costs = Costs(ClusterSpec.of("h100:1x8"), replace(grpo(spec("gpt2")), strategies=strategies), WORK)
     with pytest.raises(ModelError, match="Megatron does not compute gpt2"):
-        costs.backends["actor"].check(spec("gpt2"), Parallel())
+        plan(replace(grpo(spec("gpt2")), strategies={"actor": Megatron()}), "h100:1x8", WORK)

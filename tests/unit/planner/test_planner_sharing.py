@@ -162,7 +162,7 @@ def measured(**changes) -> LayerProfile:
         Curve(lm, "step", 1, ((1, 0.5), (128, 0.5))),
         Curve(value, "output", 2, ((1, 0.5),)),
     )
-    own = {"slowdown": HALVES, "latency": 1e-3, "bandwidth": 5e8, "call_seconds": 0.25}
+    own = {"slowdown": HALVES, "latency": 1e-3, "bandwidth": 5e8, "call_seconds": 0.25, "host": 3e9}
     return LayerProfile("host", curves, **(own | changes))
 
 
@@ -171,9 +171,9 @@ def test_a_profile_describes_its_cluster(tmp_path):
     found.save(tmp_path / "profile.yaml")
     assert LayerProfile.load(tmp_path / "profile.yaml") == found
     node = found.measured(ClusterSpec.this_machine(4)).nodes[0]
-    assert (node.slowdown, node.latency, node.bandwidth) == (HALVES, 1e-3, 5e8)
+    assert (node.slowdown, node.latency, node.bandwidth, node.device.host) == (HALVES, 1e-3, 5e8, 3e9)
     assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0)
-    unmeasured = measured(slowdown=(), latency=None, bandwidth=None, call_seconds=None)
+    unmeasured = measured(slowdown=(), latency=None, bandwidth=None, call_seconds=None, host=None)
     assert unmeasured.measured(CORES) == CORES
     assert unmeasured.coefficients(DEFAULT) == DEFAULT
     with pytest.raises(ConfigError, match="measured on 'host', the cluster has a100"):

@@ -19,7 +19,14 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.session import Session
 from hybridflow.errors import CheckpointError, ConfigError, MissingColumnError, PlacementError
 from hybridflow.models.hf_spec import read_spec
+from hybridflow.planner.cost.costs import Costs
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph, GraphBuilder
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.model_sizes import Sizes
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.call_search import Evaluator, options_of
+from hybridflow.planner.search.planning import plan
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.tracing.trace import PUBLISHED, Trace, check_driver, model_spec, trace_driver
@@ -193,6 +200,7 @@ def test_kinds_and_models(small: Path):
     heads = {name: spec.head for name, spec in graph.models.items() if spec}
     assert heads == {"actor": "lm", "reference": "lm", "critic": "value", "reward": "value"}
     assert graph.groups == ("actor", "reference", "critic", "reward")
+    assert graph.offload == {"reference": False, "critic": False, "reward": False}
     assert kinds(traced("ppo", small).graph)[REWARD] == "function"
 
 
@@ -204,6 +212,40 @@ def test_models_instead_of_those_of_the_driver(small: Path):
     assert traced("ppo", small, critic=PUBLISHED["llama3-7b"], actor="llama3-70b").graph.models == graph.models
     with pytest.raises(ConfigError, match="no group 'critik'"):
         traced("ppo", small, critik="llama3-7b")
+
+
+def test_families_that_only_transformers_describes(small: Path, tmp_path: Path):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 32, "vocab_size": 61, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    graph = traced("grpo", small, actor=str(tmp_path)).graph
+    assert Sizes.of(graph.models["actor"]).experts == 4
+    placed = plan(graph, "a100:1x2", Workload(rows=8, prompt=16, response=16), budget_s=2)
+    assert placed["actor"].train is not None
+
+
+def test_columns_between_groups_take_their_bytes(small: Path):
+    """A row of 1,000 + 1,000 tokens has ids of 8 bytes each, and further numbers."""
+    graph = traced("grpo", small).graph
+    assert graph.widths["prompt_ids"] == (8, 0, 0)
+    assert graph.widths["response_mask"] == (0, 1, 0)
+    assert graph.widths["rewards"] == (0, 0, 4)
+    model, work = PUBLISHED["llama3-7b"], Workload(rows=1000, prompt=1000, response=1000)
+    graph = replace(graph, models=dict.fromkeys(("actor", "reference"), model) | {"reward": None})
+    costs = Costs(ClusterSpec.of("a100:2x8"), graph, work)
+    near, far = (Mesh.of(0, 8), Mesh.of(8, 8))
+    at = {call.name: CallPlan(near, Parallel(d=8)) for call in costs.calls}
+    moved = at | {REF: CallPlan(far, Parallel(d=8))}
+    host, network = costs.cluster.device(0).host, costs.cluster.bandwidth * costs.coefficients.network
+    nbytes = 1000 * 1000 * (8 + 8) + 1000 * sum(graph.widths[name].row for name in ROWS_ONLY & {*graph.call(REF).reads})
+    bare = Costs(costs.cluster, replace(graph, widths={}), work)
+    for plans, rate in ((at, host), (moved, network)):
+        more = costs.seconds(plans)[REF] - bare.seconds(plans)[REF]
+        assert more == pytest.approx(nbytes / rate, rel=1e-3)
+    evaluator = Evaluator(costs, options_of(costs, also=[moved]))
+    assert (state := evaluator.state(moved)) is not None
+    assert (score := evaluator.score(state)) is not None
+    assert score.seconds == pytest.approx(costs.timeline(moved).per_iteration)
 
 
 def test_published_sizes():

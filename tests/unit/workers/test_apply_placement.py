@@ -8,6 +8,7 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.placement import GroupPlacement
+from hybridflow.topology import RankGrid
 from hybridflow.workers.placing import apply_placement
 
 WHERE = GroupPlacement((0, 1, 2, 3), (8,), hf.Megatron(tp=2, pp=1, dp=2), (1, 4))
@@ -23,6 +24,16 @@ def test_sizes_are_the_placements_and_all_else_the_drivers():
         "optim": None,
     }
     assert given["train"] is train
+
+
+def test_ranks_that_share_rows_and_experts_are_the_placements():
+    found = hf.Megatron(tp=2, dp=2, cp=2, ep=4)
+    where = GroupPlacement(tuple(range(8)), (8,), found, offload=True)
+    own = apply_placement(where, {"train": hf.Megatron(ep=2, etp=1), "offload": False})
+    assert own == {"train": hf.Megatron(tp=2, dp=2, cp=2, ep=4, etp=1), "offload": True}
+    assert own["train"].grid(8) == RankGrid(t=2, d=4, ep=4, etp=1)
+    assert apply_placement(where, {"train": hf.FSDP()})["train"] == hf.FSDP(tp=2)
+    assert apply_placement(where, {"offload": ("optimizer",)}) == {"offload": ("optimizer",)}
 
 
 def test_what_a_price_rests_on_is_the_placements_unless_the_driver_chose():
