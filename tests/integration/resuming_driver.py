@@ -27,6 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "t2": hf.Megatron(tp=2),
     "d2": hf.Megatron(),
     "fsdp": hf.FSDP(),
+    "hsdp": hf.FSDP(replicate=2),
     "zero3": hf.ZeRO(stage=3),
     "zero1": hf.ZeRO(stage=1),
 }
@@ -112,6 +113,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
         resume=options.get("resume", "auto"),
         best="reward/mean",
         batches="batches" in options,
+        in_memory="in_memory" in options,
     )
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")

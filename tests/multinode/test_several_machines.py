@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -215,6 +216,19 @@ def test_a_link_that_is_away_for_a_moment_restarts_nothing(runs, one_machine):
     assert "answers again, after" in said
     assert "restart" not in said
     check_equal(run, one_machine)
+
+
+@pytest.mark.parametrize("how", ["killed", "link down"])
+@pytest.mark.parametrize("layout", ["d2", "hsdp"])
+def test_trainers_continue_from_the_memory_of_other_machines(runs, layout, how):
+    """The optimizer's state is sharded (d2) or has replicas (hsdp); there is no checkpoint."""
+    if not (runs.shared / f"whole {layout}").exists():
+        runs.run(f"whole {layout}", 5, layout=layout, devices="1+1", record=1)
+    options = {"layout": layout, "devices": "1+1", "record": 1, "retry": 1, "every": 100, "in_memory": 1}
+    run = runs.disturbed(f"memory {layout} {how}", 5, how, "update", **options)
+    said = (run / "log.txt").read_text()
+    assert re.search(r"continuing after 2 iterations, from memory in [0-9.]+ s .*from memory of", said)
+    check_equal(run, runs.shared / f"whole {layout}")
 
 
 @pytest.mark.parametrize("how", ["killed", "link down"])
