@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
@@ -88,6 +89,7 @@ def recall(session: Session, moments: Iterable[Moment]) -> Moment | None:
     """
     for moment in (one for one in moments if one.images):
         try:
+            _check_groups(session, moment)
             heads = {name: images.agreed(_trained(session, moment, name)) for name, images in moment.images.items()}
         except CheckpointError as error:
             logger.info("%s", error)
@@ -106,6 +108,22 @@ def recall(session: Session, moments: Iterable[Moment]) -> Moment | None:
         logger.warning(said, moment.step, time.time() - start, "; ".join(origins))
         return moment
     return None
+
+
+def _check_groups(session: Session, moment: Moment) -> None:
+    """Errors: CheckpointError when groups were placed, closed or moved since."""
+
+    def place(ranks: RankGroup) -> tuple[Any, ...]:
+        return ranks.pool_name, ranks.members, ranks.grid, dict(ranks.settings)
+
+    now = {name for name, group in session.groups.items() if group.training or name in moment.calls}
+    moved = [
+        name
+        for name in moment.images
+        if name in now and place(session.groups[name].ranks) != place(moment.images[name].ranks)
+    ]
+    if changed := sorted({*moved, *(now ^ set(moment.calls))}):
+        raise CheckpointError(f"{', '.join(changed)}: placed, closed or moved after iteration {moment.step}")
 
 
 def _trained(session: Session, moment: Moment, name: str) -> dict[str, int]:

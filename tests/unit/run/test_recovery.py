@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,8 +151,8 @@ def test_without_devices_the_pools_stay_known(session):
 class Images:
     """Images of one group at one moment: of one step, or not."""
 
-    def __init__(self, good: bool) -> None:
-        self.good, self.given = good, list[Any]()
+    def __init__(self, session: Session, name: str, good: bool = True) -> None:
+        self.ranks, self.good, self.given = session.groups[name].ranks, good, list[Any]()
 
     def agreed(self, calls: Any) -> str:
         if not self.good:
@@ -164,7 +165,7 @@ class Images:
 
 
 def moment_of(step: int, **images: Images) -> Any:
-    calls, sources = {name: Counter() for name in "abc"}, dict.fromkeys("abc")
+    calls, sources = {name: Counter[str]() for name in ("a", "b", "c", CONTROLLER)}, dict.fromkeys("abc")
     state: dict[str, Any] = {"calls": calls, "sources": sources, "states": {}, "values": {}, "random": random_state()}
     return SimpleNamespace(step=step, images=images, **state)
 
@@ -172,8 +173,9 @@ def moment_of(step: int, **images: Images) -> Any:
 def test_the_newest_moment_with_images_of_one_step_is_recalled(session):
     backend = placed(session)
     session.iterations.listen()
-    old, good, bad = Images(True), Images(True), Images(True)
-    moments = [moment_of(5), moment_of(4, a=bad, b=Images(False)), moment_of(3, a=good), moment_of(2, a=old)]
+    old, good, bad = (Images(session, "a") for _ in range(3))
+    unequal = Images(session, "b", good=False)
+    moments = [moment_of(5), moment_of(4, a=bad, b=unequal), moment_of(3, a=good), moment_of(2, a=old)]
     before = set(backend.built["a"].hosts)
     assert recall(session, moments) is moments[2]
     assert good.given == [(session.groups["a"].ranks, "head")]
@@ -187,5 +189,10 @@ def test_the_newest_moment_with_images_of_one_step_is_recalled(session):
 def test_without_images_nothing_is_replaced(session):
     backend = placed(session)
     before = dict(backend.built)
-    assert recall(session, [moment_of(5), moment_of(4, a=Images(False))]) is None
+    moved = Images(session, "c")
+    moved.ranks = replace(moved.ranks, settings={"other": 1})
+    closed = moment_of(3, a=Images(session, "a"))
+    closed.calls["d"] = Counter()
+    moments = [moment_of(5), moment_of(4, a=Images(session, "a", good=False)), moment_of(4, c=moved), closed]
+    assert recall(session, moments) is None
     assert backend.built == before
