@@ -38,6 +38,7 @@ from hybridflow.cluster.future import Failure, Lost, Status, Stored, failure_of,
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
+from hybridflow.cluster.state_images import ImageHead, StateImage
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines import process_groups
@@ -360,6 +361,25 @@ class Host:
                 return getattr(member.worker, method)(*arguments)
         except Exception as error:
             return self._failure(member, method, None, error)
+
+    @ray.method(num_returns=2)
+    def image(self, group: str, settings: Any) -> tuple[StateImage | None, ImageHead | Failure]:
+        """This rank's state, as it is now, and the head of it, or a Failure."""
+        member = self._members[group]
+        try:
+            if (failure := member.failure or member.incomplete) is not None:
+                raise failure.error
+            with self._liveness.during(f"{member.role}.image"):
+                image, counters = member.worker.image(settings)
+        except Exception as error:
+            return None, self._failure(member, "image", None, error)
+        size = sum(array.nbytes for array in image.arrays.values())
+        return image, ImageHead(size, counters, dict(member.calls))
+
+    @ray.method(num_returns=2)
+    def keep(self, image: Any) -> tuple[StateImage | None, ImageHead | None]:
+        """A copy on this machine of another's image, if that is complete."""
+        return (image, ImageHead(0, None)) if isinstance(image, StateImage) else (None, None)
 
     def calls(self, group: str) -> dict[str, int]:
         """How often this rank of a group has run each method, completely or not."""

@@ -14,7 +14,7 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.errors import ReplicaError
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(context: RankContext, engine: Any) -> None:
@@ -53,7 +53,7 @@ def checksums(layout: Layout, storage: Mapping[str, Tensor], rank: int) -> dict[
     boxes, sums = list[Box](), list[Tensor]()
     for name, regions in layout.storages(rank).items():
         for region in regions:
-            bits = region.view(storage[name]).detach().contiguous().view(_INTEGERS[storage[name].element_size()])
+            bits = region.view(storage[name]).detach().contiguous().view(INTEGERS[storage[name].element_size()])
             boxes.append(region.box)
             sums.append(bits.sum(dtype=torch.int64))
     return dict(zip(boxes, torch.stack(sums).tolist(), strict=True)) if sums else {}

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from hybridflow.errors import (
     WorkerError,
 )
 from hybridflow.run.checkpoint_store import CheckpointStore
-from hybridflow.run.recovery import needs_moments, rebuild, replace_lost
+from hybridflow.run.recovery import needs_moments, rebuild, recall, replace_lost
 from hybridflow.run.run_state import Moment, RunParts, Saving, check_machines, metric_values, restore, verified
 from hybridflow.settings import by_name, is_address, require
 from hybridflow.streams.stream import ResponseStream
@@ -78,6 +78,8 @@ class Checkpoints:
     Checkpoints that are not continued are set aside, as `<directory>.1` and so on. Up to `max_restarts` times a lost
     host is replaced: pools and groups are built again in this driver, and the run continues from the newest checkpoint;
     from the last iteration that was done, if the pools that lost hosts have no group that trains.
+    With `in_memory` the ranks also put their state into the memory of two machines after every iteration, and the run
+    continues from there, without the disk, unless both are lost.
     Errors that the loop's own code meets, in a `.get()`, end the loop; `resume(loader)` once more does the same then.
 
     The first SIGTERM or Ctrl-C makes `step` save and end the program; a second one ends it at once.
@@ -100,6 +102,7 @@ class Checkpoints:
         max_restarts: int = 3,
         on_failure: str = "raise",
         batches: bool = False,
+        in_memory: bool = False,
         staging: str | os.PathLike[str] | None = None,
     ) -> None:
         require(every is None or (type(every) is int and every >= 1), f"every={every!r}: give iterations, or None.")
@@ -108,7 +111,8 @@ class Checkpoints:
         good = type(max_restarts) is int and max_restarts >= 0
         require(good, f"max_restarts={max_restarts!r} must be a whole number of at least 0.")
         require(on_failure in ("raise", "continue"), f"on_failure={on_failure!r}: give 'raise' or 'continue'.")
-        require(type(asynchronous) is bool, f"asynchronous={asynchronous!r}: give True or False.")
+        for name, value in (("asynchronous", asynchronous), ("in_memory", in_memory)):
+            require(type(value) is bool, f"{name}={value!r}: give True or False.")
         good = type(batches) is bool and (every is not None or not batches)
         require(good, f"batches={batches!r}, every={every!r}: give True or False; True keeps them with checkpoints.")
         require(staging is None or is_address(directory), f"staging={staging!r} is for an address such as s3://bucket.")
@@ -131,6 +135,7 @@ class Checkpoints:
         self._loop: weakref.ref[Generator[Any]] | None = None
         self._exhausted, self._stopped = False, ""
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
+        self._in_memory, self._copies = in_memory, dict[str, bool]()
         self.restarts = 0
         self.stop: Callable[[], bool] = lambda: False  # of a loop, after an iteration: `hf.Run`
 
@@ -306,17 +311,17 @@ class Checkpoints:
             self._saving.cancel()
             self._saving = None
         self._saved = -1
-        try:
-            moment = replace_lost(session, reversed(self._moments))
-        except HybridFlowError as error:
-            logger.warning("a checkpoint is needed: %s", str(error).splitlines()[0])
-            moment = None
-        if moment is not None:
-            self._step = session.iterations.done_before = moment.step
-            while self._moments.pop() is not moment:
-                pass
-            self._note(session)
-            return
+        for way in (replace_lost, recall):
+            try:
+                moment = way(session, reversed(self._moments))
+            except HybridFlowError as error:
+                logger.warning("the run cannot continue from what is alive: %s", str(error).splitlines()[0])
+                continue
+            if moment is not None:
+                self._step = session.iterations.done_before = moment.step
+                self._moments.clear()
+                self._note(session)
+                return
         rebuild(session)
         self._moments.clear()
         self._step, session.iterations.done_before = 0, 0
@@ -327,10 +332,20 @@ class Checkpoints:
         self._note(session)
 
     def _note(self, session: Session) -> None:
-        """Remember this moment, for the case that hosts of groups that do not train are lost."""
-        with suppress(HybridFlowError):
-            if needs_moments(session):
-                self._moments.append(Moment.now(session, RunParts.of(session, self._only), self._step))
+        """Remember this moment, for the case that hosts are lost."""
+        keeps, parts = self._in_memory and not session.traces, RunParts.of(session, self._only)
+        try:
+            if keeps or needs_moments(session):
+                self._moments.append(moment := Moment.now(session, parts, self._step))
+            if keeps:
+                newer = False
+                for old in reversed(self._moments):
+                    if newer:
+                        old.images.clear()
+                    newer = newer or (bool(old.images) and all(one.complete for one in old.images.values()))
+                moment.take_images(session, parts, self._copies)
+        except HybridFlowError as error:
+            logger.info("iteration %d is not kept in memory: %s", self._step, error)
 
     # Saving
 

@@ -3,6 +3,7 @@
 a host of a group that trains is lost: all hosts are replaced, and the run continues from its checkpoint
 only others are lost: their pools' hosts are replaced; weights come from the groups that they follow, and the iteration
 that was under way is done again, with the weights and optimizer states that the other hosts have
+images are kept: all hosts are replaced, and the run continues from the last iteration of which all ranks have images
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.rank_state import set_random_state
+from hybridflow.errors import CheckpointError
 from hybridflow.run.run_state import Moment, RunParts, follow, give_values
 from hybridflow.tracking.tracker import Tracker
 
@@ -77,6 +81,55 @@ def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
     return moment
 
 
+def recall(session: Session, moments: Iterable[Moment]) -> Moment | None:
+    """Replace all hosts and give them the state that machines have in memory. Returns the moment (of these, the newest
+    first) from which the run continues, or None where no images are complete.
+
+    Errors: CheckpointError where images are lost; those of a host that cannot be built.
+    """
+    for moment in (one for one in moments if one.images):
+        try:
+            _check_groups(session, moment)
+            heads = {name: images.agreed(_trained(session, moment, name)) for name, images in moment.images.items()}
+        except CheckpointError as error:
+            logger.info("%s", error)
+            continue
+        values = {name: wait() for name, wait in moment.values.items()}
+        rebuild(session)
+        start, origins = time.time(), []
+        for name, images in moment.images.items():
+            group = session.groups[name]
+            origins.append(images.give(session.backend, group.ranks, heads[name]))
+            group.weights_changed()
+        _restore_driver(session, moment, values)
+        follow(session, moment.sources)
+        session.iterations.note("restart", "; ".join(origins), start)
+        said = "continuing after %d iterations, from memory in %.1f s (%s)"
+        logger.warning(said, moment.step, time.time() - start, "; ".join(origins))
+        return moment
+    return None
+
+
+def _check_groups(session: Session, moment: Moment) -> None:
+    """Errors: CheckpointError when groups were placed, closed or moved since."""
+
+    def place(ranks: RankGroup) -> tuple[Any, ...]:
+        return ranks.pool_name, ranks.members, ranks.grid, dict(ranks.settings)
+
+    now = {name for name, group in session.groups.items() if group.training or name in moment.calls}
+    moved = [
+        name
+        for name in moment.images
+        if name in now and place(session.groups[name].ranks) != place(moment.images[name].ranks)
+    ]
+    if changed := sorted({*moved, *(now ^ set(moment.calls))}):
+        raise CheckpointError(f"{', '.join(changed)}: placed, closed or moved after iteration {moment.step}")
+
+
+def _trained(session: Session, moment: Moment, name: str) -> dict[str, int]:
+    return {call: moment.calls[name][call] for call in session.groups[name].training}
+
+
 def _groups_on(session: Session, pools: Sequence[ResourcePool]) -> list[WorkerGroup]:
     """The groups with ranks, or ranks of a replica, on these pools."""
     names = {pool.name for pool in pools}
@@ -110,17 +163,21 @@ def _at(session: Session, moment: Moment, gone: Sequence[WorkerGroup]) -> bool:
 
 def _step_back(session: Session, moment: Moment) -> None:
     """Give the driver's objects and the groups that stay what they had then."""
-    for name, part in session.parts.items():
-        if isinstance(part, Tracker):
-            part.load_state(part.state(moment.step))
-        elif name in moment.states:
-            part.load_state(copy.deepcopy(moment.states[name]))
-    values = {name: wait() for name, wait in moment.values.items()}
-    for wait in [wait for name, value in values.items() for wait in give_values(session, session.groups[name], value)]:
-        wait()
+    _restore_driver(session, moment, {name: wait() for name, wait in moment.values.items()})
     for name, calls in moment.calls.items():
         if (group := session.groups.get(name)) is not None:
             group.calls_issued = calls.copy()
             if source := moment.sources[name]:
                 group.weights_changed(session.groups[source])
+
+
+def _restore_driver(session: Session, moment: Moment, values: Mapping[str, Sequence[Any]]) -> None:
+    """Give the driver's objects, and groups of other classes than Worker, what they had then."""
+    for name, part in session.parts.items():
+        if isinstance(part, Tracker):
+            part.load_state(part.state(moment.step))
+        elif name in moment.states:
+            part.load_state(copy.deepcopy(moment.states[name]))
+    for wait in [wait for name, value in values.items() for wait in give_values(session, session.groups[name], value)]:
+        wait()
     set_random_state(moment.random)

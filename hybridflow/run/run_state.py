@@ -27,6 +27,7 @@ from hybridflow.cluster.future import Status, fetch
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import Session
+from hybridflow.cluster.state_images import GroupImages, redundant
 from hybridflow.driver import sync_weights
 from hybridflow.engines.checkpoint.manifest import (
     CheckpointManifest,
@@ -120,7 +121,8 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
 class Moment:
     """What the driver knows of its run when the calls of iteration `step` are issued: states of its objects (without
     trackers, whose metrics are still to come), waits for those of groups of other classes than Worker (`values`), and
-    of each group the number of its calls, the version of its weights, and the group that it follows."""
+    of each group the number of its calls, the version of its weights, and the group that it follows; and `images` of
+    groups that follow no other, where a run keeps them."""
 
     step: int
     states: Mapping[str, Any]
@@ -129,6 +131,7 @@ class Moment:
     calls: Mapping[str, Counter[str]]
     versions: Mapping[str, int]
     sources: Mapping[str, str | None]
+    images: dict[str, GroupImages] = field(default_factory=dict)
 
     @classmethod
     def now(cls, session: Session, parts: RunParts, step: int) -> Moment:
@@ -144,6 +147,19 @@ class Moment:
             versions={name: group.weights_version for name, group in groups},
             sources={name: group.weights_source for name, group in groups},
         )
+
+    def take_images(self, session: Session, parts: RunParts, copies: dict[str, bool]) -> None:
+        """Keep the state of groups that follow no other; `copies` is known by the key of their ranks. Errors:
+        WorkerError of a lost host."""
+        session.iterations.held.send()
+        for name, group in parts.workers.items():
+            if self.sources[name] is None:
+                session.iterations.check_hosts(name, "image", group.ranks.hosts)
+                ranks, settings = group.ranks, None if group.training else dict(group.settings)
+                if ranks.key not in copies:
+                    layout = session.backend.ask(ranks, "state_layout", settings)[0]
+                    copies[ranks.key] = layout is not None and not redundant(ranks, layout)
+                self.images[name] = GroupImages.take(ranks, settings, copies[ranks.key])
 
 
 @dataclass

@@ -35,11 +35,11 @@ class Run:
         run.finish()
 
     At an address such as `s3://bucket/run` are the checkpoints (see Checkpoints); the record stays in `staging`. `to`,
-    `total`, `config` and `console` are those of Tracker; `every`, `keep`, `best`, `resume` and `batches` those of
-    Checkpoints. Every `samples` iterations some rows are written, with a `tokenizer` (the model's directory) token by
-    token. `held_out` is measured before and after the loop, and in between as it says; without `best` its metric
-    chooses the best checkpoint, which is noted. `stop(metrics)`, of the metrics of an iteration, ends the loop one
-    iteration later, as if the loader had ended: `stop=lambda metrics: metrics["reward/mean"] > 0.9`. `tracker` and
+    `total`, `config` and `console` are those of Tracker; `every`, `keep`, `best`, `resume`, `batches` and `in_memory`
+    those of Checkpoints. Every `samples` iterations some rows are written, with a `tokenizer` (the model's directory)
+    token by token. `held_out` is measured before and after the loop, and in between as it says; without `best` its
+    metric chooses the best checkpoint, which is noted. `stop(metrics)`, of the metrics of an iteration, ends the loop
+    one iteration later, as if the loader had ended: `stop=lambda metrics: metrics["reward/mean"] > 0.9`. `tracker` and
     `checkpoints` have further methods.
 
     Errors: as Tracker and Checkpoints.
@@ -59,6 +59,7 @@ class Run:
         best: str | None = None,
         resume: str | os.PathLike[str] = "auto",
         batches: bool = False,
+        in_memory: bool = False,
         staging: str | os.PathLike[str] | None = None,
         samples: int = 10,
         tokenizer: TokenizerLike | None = None,
@@ -70,6 +71,7 @@ class Run:
         home = Path(staging or staging_directory(where)) if is_address(where) else Path(where)
         self.tracker = Tracker(home, to=to, total=total, config=config, console=console)
         saved: dict[str, Any] = {"every": every, "keep": keep, "best": best, "resume": resume, "batches": batches}
+        saved["in_memory"] = in_memory
         saved["staging"] = None if staging is None else home / "checkpoints"
         self.checkpoints = Checkpoints(f"{where}/checkpoints", **saved)
         self.directory, self.held_out = self.tracker.directory, held_out

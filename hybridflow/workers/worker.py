@@ -11,17 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
+from hybridflow.cluster.state_images import Part, StateImage
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, beside_name, check_content
-from hybridflow.engines.checkpoint.rank_state import Kinds, RankFile, SavedTensors, StateWriter, report_file
+from hybridflow.engines.checkpoint.rank_state import (
+    Kinds,
+    RankFile,
+    SavedTensors,
+    StateWriter,
+    random_state,
+    report_file,
+    set_random_state,
+)
 from hybridflow.engines.contract import STATES, TrainState
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.replicas import check_replicas
+from hybridflow.engines.replicas import INTEGERS, check_replicas
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.engines.worker_spec import WorkerSpec, spec_of
 from hybridflow.errors import CheckpointError, ConfigError
@@ -46,6 +56,11 @@ class TrainingState:
 def rank_file(folder: str, rank: int) -> str:
     """The path of a rank's tensors in a checkpoint; `folder` is that of its group."""
     return f"{folder}/rank-{rank:05d}.safetensors"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: any value, in dtypes that numpy lacks too."""
+    return tensor.detach().view(INTEGERS[tensor.itemsize])
 
 
 def has_state(part: Any) -> bool:
@@ -169,7 +184,7 @@ class Worker:
         if self._writer is None:
             self._writer = StateWriter(rank, self.context.device)
         with self.resident() if self.has_tensors else nullcontext():
-            kinds, counters = self._kinds(settings) if self.has_tensors else ({}, None)
+            kinds, counters = self._kinds(settings)
             if counters is not None and (engine := self.optimizing_engine()) is not None:
                 check_replicas(self.context, engine)
             beside = {f"{folder}/{beside_name(name)}": content for name, content in self.beside().items()}
@@ -189,14 +204,62 @@ class Worker:
         )
 
     def _kinds(self, settings: Mapping[str, Any] | None) -> tuple[Kinds, dict[str, Any] | None]:
-        engine = self.optimizing_engine()
+        engine = self.optimizing_engine() if self.has_tensors else None
         layout = None if engine is None else engine.optimizer_layout()
         if engine is not None and layout is not None:
             storages = engine.optimizer_storage().items()
             return {kind: (layout, tensors) for kind, tensors in storages}, engine.optimizer_counters()
-        if settings is None:
+        if settings is None or not self.has_tensors:
             return {}, None
         return {WEIGHTS: (self._weights_layout(settings), self.weights_storage())}, None
+
+    def image(self: Any, settings: Mapping[str, Any] | None) -> tuple[StateImage, dict[str, Any] | None]:
+        """What a checkpoint would have of this rank, and the optimizer's counters."""
+        with self.resident() if self.has_tensors else nullcontext():
+            kinds, counters = self._kinds(settings)
+            arrays = {  # of copies: memory that numpy has seen cannot be released
+                (kind, region.box): _bits(region.view(tensors[region.storage])).to("cpu", copy=True).numpy()
+                for kind, (layout, tensors) in kinds.items()
+                for region in layout.regions(self.context.rank)
+            }
+            return StateImage(arrays, random_state()), counters
+
+    def state_layout(self: Any, settings: Mapping[str, Any] | None) -> Layout | None:
+        """The layout of what an image has, returned by rank 0."""
+        with self.resident() if self.has_tensors else nullcontext():
+            kinds, _ = self._kinds(settings)
+            return None if self.context.rank else next((layout for layout, _ in kinds.values()), None)
+
+    def take_image(
+        self: Any, settings: Any, counters: dict[str, Any] | None, parts: Sequence[Part] | None, *images: Any
+    ) -> None:
+        """Fill this rank's state from `parts` of images (None: all of its own). Collective. Errors: CheckpointError for
+        an image that is lost."""
+
+        def fill() -> None:
+            if not all(isinstance(image, StateImage) for image in images):
+                raise CheckpointError(f"an image of {self.context.role} was lost with its machine.")
+            kinds, _ = self._kinds(settings)
+            for kind, (layout, tensors) in kinds.items():
+                own = ((region.box, region.box, (region,), 0) for region in layout.regions(self.context.rank))
+                for box, whole, regions, image in own if parts is None else parts:
+                    ends = zip(box.start, box.stop, whole.start, strict=True)
+                    array = images[image].arrays[kind, whole][tuple(slice(a - at, b - at) for a, b, at in ends)]
+                    for region in regions:
+                        _bits(region.view(tensors[region.storage], box)).copy_(torch.tensor(array))
+
+        with self.resident() if self.has_tensors else nullcontext():
+            agree(self.context, fill, "the images")
+            if parts is None:
+                set_random_state(images[0].random, "an image")
+            self._restored(counters)
+
+    def _restored(self: Any, counters: Mapping[str, Any] | None) -> None:
+        if (engine := self.optimizing_engine()) is not None:
+            engine.optimizer_moved(counters)
+            self.on_state_loaded()
+        else:
+            self.on_weights_loaded()
 
     def _weights_layout(self, settings: Mapping[str, Any]) -> Layout:
         if self._weights is None:
@@ -242,13 +305,8 @@ class Worker:
             agree(self.context, lambda: self._read(files, id, saved, settings), "the checkpoint")
             if saved.values is not None and has_state(self):
                 self.load_state(saved.values[self.context.rank])
-            if not saved.kinds:
-                return
-            if (engine := self.optimizing_engine()) is not None:
-                engine.optimizer_moved(saved.counters)
-                self.on_state_loaded()
-            else:
-                self.on_weights_loaded()
+            if saved.kinds:
+                self._restored(saved.counters)
 
     def _read(self: Any, files: Sequence[Path], id: str, saved: SavedGroup, settings: Mapping[str, Any]) -> None:
         self._check_use(saved)

@@ -27,6 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "t2": hf.Megatron(tp=2),
     "d2": hf.Megatron(),
     "fsdp": hf.FSDP(),
+    "hsdp": hf.FSDP(replicate=2),
     "zero3": hf.ZeRO(stage=3),
     "zero1": hf.ZeRO(stage=1),
 }
@@ -85,7 +86,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     deadline = float(options.get("deadline", 60))
     tolerate = float(options.get("tolerate", 0))
     own_cluster = None if "RAY_ADDRESS" in os.environ else 6
-    waits = {"peer_timeout": float(options.get("peers", 4 * deadline)), "collective_timeout": deadline}
+    waits: Any = {"peer_timeout": float(options.get("peers", 4 * deadline)), "collective_timeout": deadline}
     hf.init(devices=own_cluster, wait_for_devices=float(options.get("wait", 0)), tolerate=tolerate, **waits)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     elastic = "elastic" in options
@@ -112,6 +113,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
         resume=options.get("resume", "auto"),
         best="reward/mean",
         batches="batches" in options,
+        in_memory="in_memory" in options,
     )
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")
@@ -119,7 +121,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     if "fault" in options:
         fault.start()
 
-    bounds: Any = {"rows": 16, "n": 2, "max_staleness": 2, "call_seconds": 0.01, "copy_seconds": 0.001}
+    staleness = int(options.get("staleness", 2))
+    bounds: Any = {"rows": 16, "n": 2, "max_staleness": staleness, "call_seconds": 0.01, "copy_seconds": 0.001}
     source = loader
     if elastic:  # the policy with the most switches
         groups: Any = {"actor": actor, "rollout": rollout, "inference": [reference]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,22 @@ def test_lost_hosts_are_replaced(runs, undisturbed):
     check_equal(run, undisturbed, range(1, STEPS + 1))
     assert "no answer" in "".join(path.read_text() for path in run.glob("stacks-*.txt"))
     assert "restart 2 of 3" in (run / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["generate_sequences", "update_actor", "update_critic"])
+@pytest.mark.parametrize("layout", ["d2", "hsdp", "zero1", "t2"])
+def test_a_killed_trainer_continues_from_memory_without_a_checkpoint(runs, layout, fault):
+    if not (runs.directory / layout).exists():
+        runs.run(layout, every=100, record=1, layout=layout)
+    options = {"every": 100, "record": 1, "layout": layout, "retry": 1, "in_memory": 1, "deadline": 20, "peers": 30}
+    run = runs.run(f"{layout} {fault}", fault=f"{fault}:4:SIGKILL", **options)
+    check_equal(run, runs.directory / layout, range(1, STEPS + 1))
+    said = (run / "log.txt").read_text()
+    assert re.search(r"continuing after [23] iterations, from memory .*actor: [0-9,]+ bytes from memory of", said)
+    assert "continuing from" not in said  # a checkpoint
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert any(event.get("kind") == "restart" and "bytes from memory of" in str(event) for event in events)
 
 
 @pytest.mark.slow

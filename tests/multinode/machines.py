@@ -6,6 +6,7 @@ A machine is a set of Linux namespaces; a bridge joins their networks, and the r
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -36,12 +37,15 @@ def missing() -> str:
 @dataclass
 class Machines:
     """Machines 1 to `count`, whose processes see `shared` at the same path. `names` says how host names resolve:
-    "good", "debian" (the own one is 127.0.1.1) or "none". `joined`: Ray runs on them, as one cluster."""
+    "good", "debian" (the own one is 127.0.1.1) or "none". `joined`: Ray runs on them, as one cluster. `fast`: each
+    has a second network, 10.78.0.0, which gloo uses."""
 
     shared: Path
     count: int
     names: str = "good"
     joined: bool = True
+    fast: bool = False
+    devices: int = 2
     mark: str = field(default_factory=lambda: f"hf{os.getpid() % 10000}")
     _inits: dict[int, tuple[subprocess.Popen, int]] = field(default_factory=dict)
 
@@ -80,6 +84,14 @@ class Machines:
         _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
         _run("ip", "-n", net, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
         _run("ip", "-n", net, "link", "set", "eth0", "up")
+        if self.fast:
+            second = f"{port}f"
+            _run(
+                "ip", "link", "add", second, "netns", self.switch, "type", "veth", "peer", "name", "eth1", "netns", net
+            )
+            _run("ip", "-n", self.switch, "link", "set", second, "master", "br0", "up")
+            _run("ip", "-n", net, "addr", "add", f"10.78.0.{number}/24", "dev", "eth1")
+            _run("ip", "-n", net, "link", "set", "eth1", "up")
         own = ["unshare", "-m", "-u", "-i", "-p", "-f", "--kill-child", "--propagation", "private"]
         first = [sys.executable, __file__, "init", str(number), self.names, str(self.shared)]
         outer = subprocess.Popen(
@@ -94,10 +106,12 @@ class Machines:
         self._inits[number] = outer, int(children[0])
         if not self.joined:
             return
-        settings = ["--num-cpus=2", "--object-store-memory=150000000", "--disable-usage-stats"]
+        settings = [f"--num-cpus={self.devices}", "--object-store-memory=150000000", "--disable-usage-stats"]
         where = ["--head", f"--node-ip-address={NETWORK}.1", f"--port={PORT}", "--include-dashboard=false"]
         joins = where if number == 1 else [f"--address={self.address}"]
-        done = self.run(number, [str(Path(sys.executable).with_name("ray")), "start", *settings, *joins], timeout=60)
+        own = {"GLOO_SOCKET_IFNAME": "eth1"} if self.fast else {}
+        ray = str(Path(sys.executable).with_name("ray"))
+        done = self.run(number, [ray, "start", *settings, *joins], timeout=60, **own)
         assert done.returncode == 0, done.stdout[-3000:]
 
     def command(self, number: int, command: Sequence[str], **variables: str) -> list[str]:
@@ -119,6 +133,21 @@ class Machines:
     def link(self, number: int, state: str) -> None:
         """Plug the cable of a machine: "up" or "down"."""
         _run("ip", "-n", self.switch, "link", "set", self._port(number), state)
+
+    def slow(self, number: int, rate: str) -> None:
+        """Limit a machine's link, in both directions: "10mbit"."""
+        shaped = ["root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+        _run("tc", "-n", self.switch, "qdisc", "add", "dev", self._port(number), *shaped)
+        _run("tc", "-n", f"{self.mark}-{number}", "qdisc", "add", "dev", "eth0", *shaped)
+
+    def bytes(self, number: int, fast: bool = False) -> tuple[int, int]:
+        """Sent and received by a machine over its link so far."""
+        port = f"{self._port(number)}{'f' * fast}"
+        said = subprocess.run(
+            ["ip", "-n", self.switch, "-s", "-j", "link", "show", port], check=True, capture_output=True
+        ).stdout
+        counted = json.loads(said)[0]["stats64"]
+        return counted["rx"]["bytes"], counted["tx"]["bytes"]
 
     def stop(self, number: int) -> None:
         """Stop all processes of a machine, which stays reachable: what is asked of them next is under way for good."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -122,8 +123,8 @@ class Runs:
         lines = [json.dumps({"prompt": text}) + "\n" for text in ("abc", "x y", "kd", "ab", "c z", "pq", "hello", "ok")]
         (self.shared / "prompts.jsonl").write_text("".join(lines))
 
-    def command(self, name: str, steps: int, **options: Any) -> list[str]:
-        (self.shared / name).mkdir()
+    def command(self, name: str, steps: int, again: bool = False, **options: Any) -> list[str]:
+        (self.shared / name).mkdir(exist_ok=again)
         words = [f"{key}={value}" for key, value in options.items()]
         return ["python", "-u", DRIVER, name, "policy", "prompts.jsonl", str(steps), *words]
 
@@ -180,6 +181,13 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
 
 
 @pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Iterator[Runs]:
+    """Two machines of six devices each."""
+    with Machines(tmp_path_factory.mktemp("wide"), 2, devices=6) as machines:
+        yield Runs(machines)
+
+
+@pytest.fixture(scope="module")
 def one_machine(runs) -> Path:
     return runs.run("one", 5, layout="d2", record=1)
 
@@ -199,6 +207,30 @@ def test_two_machines_train_as_one(runs, one_machine):
     check_equal(runs.run("two", 5, layout="d2", devices="1+1", record=1), one_machine)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "grpo": {"rollout": 1},
+    "async": {"rollout": 1, "stream": 1, "staleness": 0},
+}
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_devices_of_two_machines_train_as_those_of_one(wide, kind, layout):
+    options = {"layout": layout, "record": 1, **KINDS[kind]}
+    one, two = (wide.run(f"{kind} {layout} {at}", 3, devices=at, **options) for at in ("4", "2+2"))
+    check_equal(two, one)
+
+
+@pytest.mark.parametrize(("first", "then"), [("1+1", "2"), ("2", "1+1")])
+def test_a_run_continues_on_another_number_of_machines(runs, one_machine, first, then):
+    name = f"from {first} to {then}"
+    options = {"layout": "d2", "record": 1, "every": 1, "asynchronous": 0}
+    done = runs.machines.run(1, runs.command(name, 5, devices=first, die=3, **options))
+    assert done.returncode in (-9, 137), done.stdout[-3000:]
+    check_equal(runs.run(name, 5, devices=then, again=True, **options), one_machine)
+
+
 @pytest.mark.parametrize("how", ["killed", "link down"])
 def test_a_lost_machine_is_replaced_by_a_spare_one(runs, one_machine, how):
     """It has a rank of every group. The run continues from its checkpoint, on machines that are there."""
@@ -215,6 +247,19 @@ def test_a_link_that_is_away_for_a_moment_restarts_nothing(runs, one_machine):
     assert "answers again, after" in said
     assert "restart" not in said
     check_equal(run, one_machine)
+
+
+@pytest.mark.parametrize("how", ["killed", "link down"])
+@pytest.mark.parametrize("layout", ["d2", "hsdp"])
+def test_trainers_continue_from_the_memory_of_other_machines(runs, layout, how):
+    """The optimizer's state is sharded (d2) or has replicas (hsdp); there is no checkpoint."""
+    if not (runs.shared / f"whole {layout}").exists():
+        runs.run(f"whole {layout}", 5, layout=layout, devices="1+1", record=1)
+    options = {"layout": layout, "devices": "1+1", "record": 1, "retry": 1, "every": 100, "in_memory": 1}
+    run = runs.disturbed(f"memory {layout} {how}", 5, how, "update", **options)
+    said = (run / "log.txt").read_text()
+    assert re.search(r"continuing after 2 iterations, from memory in [0-9.]+ s .*from memory of", said)
+    check_equal(run, runs.shared / f"whole {layout}")
 
 
 @pytest.mark.parametrize("how", ["killed", "link down"])
@@ -264,3 +309,98 @@ def test_a_run_directory_that_is_not_shared_is_named(runs):
     done = runs.machines.run(1, command, timeout=200)
     assert done.returncode == 1
     assert "on a file system that all machines share" in done.stdout
+
+
+# Marks of the driver; the test reads the counters of the link at each and lets it continue.
+TRANSFERS = """
+import sys, time
+from pathlib import Path
+import torch
+import hybridflow as hf
+from hybridflow.engine3d.layout import Box, Layout, Region
+ROWS, COLUMNS = 2500, 2000  # 20 MB
+class Holder(hf.Worker):
+    def __init__(self, whole):
+        rows = ROWS if whole else ROWS // self.context.grid.size
+        self.tensor = torch.full((rows, COLUMNS), float(self.context.rank + 1))
+    @classmethod
+    def worker_spec(cls, settings):
+        def layout(grid):
+            def regions(rank):
+                size = ROWS if settings["whole"] else ROWS // grid.size
+                start = 0 if settings["whole"] else rank * size
+                return [Region(Box("w", (start, 0), (start + size, COLUMNS)), "w", (0, 0))]
+            return Layout({"w": (ROWS, COLUMNS)}, grid.size, regions)
+        return hf.WorkerSpec(layout=layout)
+    def weights_storage(self):
+        return {"w": self.tensor}
+    @hf.register(hf.DP_PROTO, reads=("row",), writes=("x",))
+    def write(self, batch):
+        return hf.Batch({"x": torch.ones(batch.rows, COLUMNS)})
+    @hf.register(hf.DP_PROTO, reads=("x",))
+    def read(self, batch):
+        return float(batch["x"].sum())
+    @hf.register(hf.ONE_TO_ALL)
+    def nothing(self): ...
+hf.init()
+here, there = (hf.ResourcePool([2], nodes=[node]) for node in ("node1", "node2"))
+shares, copies = hf.place(Holder, here, whole=False, name="shares"), hf.place(Holder, there, whole=True, name="copies")
+parts = hf.place(Holder, there, whole=False, name="parts")
+rows = hf.Batch({"row": torch.arange(ROWS)})
+def mark(name):
+    print("mark", name, flush=True)
+    while not Path(name).exists():
+        time.sleep(0.05)
+for name, move in {
+    "copies": lambda: hf.sync_weights(shares, copies).get(),
+    "parts": lambda: hf.sync_weights(shares, parts).get(),
+    "back": lambda: hf.sync_weights(copies, shares).get(),
+    "rows": lambda: copies.read(shares.write(rows)).get(),
+}.items():
+    if name != "rows":
+        move()  # what is set up once
+    [group.nothing().get() for group in (shares, copies, parts)]
+    mark(f"before-{name}")
+    move()
+    mark(f"after-{name}")
+hf.shutdown()
+"""
+
+
+def counted(machines: Machines, fast: bool = False) -> dict[str, int]:
+    """The larger of what machine 2 sent and received over its link in each of the driver's transfers, in bytes."""
+    (machines.shared / "transfers.py").write_text(TRANSFERS)
+    found, said = dict[str, tuple[int, int]](), ""
+    command = machines.command(1, ["python", "-u", "transfers.py"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            said += line
+            if line.startswith("mark"):
+                found[name := line.split()[1]] = machines.bytes(2, fast)
+                (machines.shared / name).touch()
+    assert driver.returncode == 0, said[-4000:]
+    names = [name.removeprefix("after-") for name in found if name.startswith("after-")]
+    ends = {name: zip(found[f"before-{name}"], found[f"after-{name}"], strict=True) for name in names}
+    return {name: max(after - before for before, after in pairs) for name, pairs in ends.items()}
+
+
+MINIMUM = 20e6  # every element crosses the link once, however many ranks of the other machine need it
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["one network", "two networks"])
+def test_links_carry_the_minimum(tmp_path, fast):
+    """Headers of packets and Ray's own messages included. Gloo uses the second network, where there is one."""
+    with Machines(tmp_path, 2, fast=fast) as machines:
+        sent = counted(machines, fast)
+    assert list(sent) == ["copies", "parts", "back", "rows"]
+    if fast:  # rows travel by Ray, over the first
+        del sent["rows"]
+    assert all(MINIMUM <= size <= 1.05 * MINIMUM for size in sent.values()), sent
+
+
+def test_links_of_10_mbit_change_nothing_but_time(runs, one_machine):
+    """Last: the links stay slow."""
+    runs.machines.slow(2, "10mbit")
+    runs.machines.slow(3, "10mbit")
+    check_equal(runs.run("slow links", 5, layout="d2", devices="1+1", record=1), one_machine)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,12 @@ import hybridflow as hf
 from hybridflow.cluster.backend import Deadlines, HostProcess, RankGroup, SessionBackend
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.session import CONTROLLER, Session
-from hybridflow.errors import HostLostError, PlacementError
+from hybridflow.engines.checkpoint.rank_state import random_state
+from hybridflow.errors import CheckpointError, HostLostError, PlacementError
 from hybridflow.protocols.operation import operations, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
 from hybridflow.run import recovery
-from hybridflow.run.recovery import rebuild, replace_lost
+from hybridflow.run.recovery import rebuild, recall, replace_lost
 
 
 class Plain:
@@ -143,3 +146,53 @@ def test_without_devices_the_pools_stay_known(session):
     rebuild(session)
     assert set(backend.built) == {"a", "b", "c", CONTROLLER}
     assert not session.unbuilt
+
+
+class Images:
+    """Images of one group at one moment: of one step, or not."""
+
+    def __init__(self, session: Session, name: str, good: bool = True) -> None:
+        self.ranks, self.good, self.given = session.groups[name].ranks, good, list[Any]()
+
+    def agreed(self, calls: Any) -> str:
+        if not self.good:
+            raise CheckpointError("not of one completed step")
+        return "head"
+
+    def give(self, backend: Any, ranks: RankGroup, head: Any) -> str:
+        self.given.append((ranks, head))
+        return f"{ranks.name}: 5 bytes from memory of node2"
+
+
+def moment_of(step: int, **images: Images) -> Any:
+    calls, sources = {name: Counter[str]() for name in ("a", "b", "c", CONTROLLER)}, dict.fromkeys("abc")
+    state: dict[str, Any] = {"calls": calls, "sources": sources, "states": {}, "values": {}, "random": random_state()}
+    return SimpleNamespace(step=step, images=images, **state)
+
+
+def test_the_newest_moment_with_images_of_one_step_is_recalled(session):
+    backend = placed(session)
+    session.iterations.listen()
+    old, good, bad = (Images(session, "a") for _ in range(3))
+    unequal = Images(session, "b", good=False)
+    moments = [moment_of(5), moment_of(4, a=bad, b=unequal), moment_of(3, a=good), moment_of(2, a=old)]
+    before = set(backend.built["a"].hosts)
+    assert recall(session, moments) is moments[2]
+    assert good.given == [(session.groups["a"].ranks, "head")]
+    assert not before & set(backend.built["a"].hosts)  # all hosts are new before anything is given
+    assert bad.given == old.given == []
+    assert session.groups["a"].weights_version == 1
+    said = [event.what for _, event in session.iterations.events]
+    assert "a: 5 bytes from memory of node2" in said
+
+
+def test_without_images_nothing_is_replaced(session):
+    backend = placed(session)
+    before = dict(backend.built)
+    moved = Images(session, "c")
+    moved.ranks = replace(moved.ranks, settings={"other": 1})
+    closed = moment_of(3, a=Images(session, "a"))
+    closed.calls["d"] = Counter()
+    moments = [moment_of(5), moment_of(4, a=Images(session, "a", good=False)), moment_of(4, c=moved), closed]
+    assert recall(session, moments) is None
+    assert backend.built == before

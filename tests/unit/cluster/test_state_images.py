@@ -1,0 +1,88 @@
+"""Images of the state of ranks: which of them are of one step, and who has what a lost rank held. No cluster."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridflow.cluster import state_images
+from hybridflow.cluster.backend import HostProcess
+from hybridflow.cluster.state_images import GroupImages, ImageHead, KeptImage, redundant
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.errors import CheckpointError
+
+SHARDED, REPLICATED, HYBRID = (0, 1, 2, 3), (0, 0, 0, 0), (0, 1, 0, 1)
+
+
+def layout(shards: tuple[int, ...]) -> Layout:
+    """Rank i holds shard `shards[i]` of a tensor."""
+    size = 12 // len(set(shards))
+
+    def regions(rank: int) -> list[Region]:
+        start = shards[rank] * size
+        return [Region(Box("w", (start, 0), (start + size, 2)), "w", (0, 0))]
+
+    return Layout({"w": (12, 2)}, len(shards), regions)
+
+
+def ranks(machines: str) -> Any:
+    return SimpleNamespace(name="actor", hosts=[HostProcess(None, i, machine=m) for i, m in enumerate(machines)])
+
+
+@pytest.mark.parametrize(
+    ("shards", "machines", "needs_no_copies"),
+    [
+        (SHARDED, "aabb", False),
+        (REPLICATED, "aabb", True),
+        (REPLICATED, "aaaa", False),
+        (HYBRID, "aabb", True),
+        (HYBRID, "abab", False),
+        (HYBRID, "abcd", True),
+    ],
+)
+def test_copies_are_kept_unless_other_machines_have_replicas(shards, machines, needs_no_copies):
+    assert redundant(ranks(machines), layout(shards)) == needs_no_copies
+
+
+def parts(shards: tuple[int, ...], rank: int, left: str) -> tuple[list[Any], Any]:
+    found = [KeptImage(None, i, i) if here == "x" else None for i, here in enumerate(left)]  # type: ignore[arg-type]
+    images, parts = state_images._parts("actor", layout(shards), rank, found)
+    return [image.content for image in images], parts
+
+
+def test_a_rank_reads_its_own_image_or_that_of_a_replica():
+    assert parts(HYBRID, 1, "xxxx") == ([1], None)
+    images, ((box, whole, regions, number),) = parts(HYBRID, 1, "x-xx")
+    assert (images, number) == ([3], 0)
+    assert box == whole == regions[0].box == Box("w", (6, 0), (12, 2))
+
+
+@pytest.mark.parametrize(("shards", "left"), [(SHARDED, "x-xx"), (HYBRID, "x-x-")])
+def test_what_no_rank_holds_is_named(shards, left):
+    with pytest.raises(CheckpointError, match="rank 1 was lost, with state that no other rank holds"):
+        parts(shards, 1, left)
+
+
+def images(*heads: Any) -> GroupImages:
+    kept = [[KeptImage(HostProcess(None, i), i, head)] for i, head in enumerate(heads)]
+    return GroupImages(SimpleNamespace(name="actor"), None, kept)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (ImageHead(5, {"steps": 3}, {"update": 2}), "not of one completed step"),
+        (ImageHead(5, {"steps": 4}, {"update": 1}), "not of one completed step"),
+        ("ActorDiedError", "rank 1 of actor has no image: ActorDiedError"),
+    ],
+)
+def test_images_of_different_steps_are_refused(monkeypatch, other, message):
+    monkeypatch.setattr(state_images, "_head", lambda image: image.head)
+    good = ImageHead(5, {"steps": 4}, {"update": 2, "generate": 7})
+    assert images(good, good).agreed({"update": 2}) == ImageHead(10, {"steps": 4}, good.calls)
+    with pytest.raises(CheckpointError, match=message):
+        images(good, other).agreed({"update": 2})
+    with pytest.raises(CheckpointError, match="not of one completed step"):
+        images(good, good).agreed({"update": 3})
