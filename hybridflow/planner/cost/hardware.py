@@ -179,4 +179,6 @@ class Seconds(NamedTuple):
         return Seconds(*map(add, self, other))
 
     def times(self, factor: float) -> Seconds:
-        return Seconds(*(part * factor for part in self))
+        compute, memory, tensor_parallel, exchange, fixed = self
+        waits = tensor_parallel * factor, exchange * factor
+        return Seconds(compute * factor, memory * factor, *waits, fixed * factor)
