@@ -179,6 +179,5 @@ class Seconds(NamedTuple):
         return Seconds(*map(add, self, other))
 
     def times(self, factor: float) -> Seconds:
-        compute, memory, tensor_parallel, exchange, fixed = self
-        waits = tensor_parallel * factor, exchange * factor
-        return Seconds(compute * factor, memory * factor, *waits, fixed * factor)
+        compute, memory, tensor, exchange, fixed = self
+        return Seconds(compute * factor, memory * factor, tensor * factor, exchange * factor, fixed * factor)
