@@ -56,8 +56,6 @@ class Backend:
         if (made := BACKENDS.get(type(strategy))) is None:
             known = f"it knows {', '.join(kind.__name__ for kind in BACKENDS)}"
             raise ConfigError(f"the planner has no prices for {strategy!r}, {known}. Place this group by hand.")
-        if getattr(strategy, "ep", 1) > 1 and not isinstance(strategy, Megatron):
-            raise ConfigError(f"the planner has no prices for ep= of {strategy!r}. Place this group by hand.")
         return made(strategy)
 
     @property
@@ -66,7 +64,7 @@ class Backend:
 
     def parallel(self, p: int, t: int, d: int, cp: int = 1, ep: int = 1) -> Parallel | None:
         """The layout of such sizes; None where the backend has no such sizes."""
-        unlike = (cp > 1 and not hasattr(self.strategy, "cp")) or (ep > 1 and self.of_transformers)
+        unlike = (cp > 1 and not hasattr(self.strategy, "cp")) or (ep > 1 and not hasattr(self.strategy, "ep"))
         if (p > 1 and not self.pipeline) or (t > 1 and not self.tensor) or d % cp or d // cp % self.copies or unlike:
             return None
         etp, shards = getattr(self.strategy, "etp", None), d // self.copies if self.sharded else 1
@@ -93,13 +91,14 @@ class Backend:
                 raise ModelError(f"{role}: whether FSDP can cut {family} by t={sizes.t} is not known. Use tp=1.")
         elif model.kv_heads % sizes.t:
             raise ModelError(f"{role} has {model.kv_heads} kv-heads, which t={sizes.t} ranks of FSDP cannot share.")
-        if self.of_transformers and sizes.ep > 1 and (not (count := Sizes.of(model).experts) or count % sizes.ep):
-            raise ModelError(f"{role} has {count} experts, which ep={sizes.ep} ranks cannot share.")
+        count = Sizes.of(model).experts if getattr(model, "experts", ()) else 0
+        if self.of_transformers and sizes.ep > 1 and (not count or count % sizes.ep):
+            raise ModelError(f"{role} has {count} experts to share, which ep={sizes.ep} ranks cannot.")
         check_shared_heads(model, sizes.cp, sizes.t, packed, role)
 
     def layouts(self, model: Decoder, sizes: Parallel, contexts: Sequence[int]) -> Iterator[Parallel]:
         """Ways to cut the model by these p, t and d, with one of `contexts` as cp and every ep."""
-        experts = 0 if self.of_transformers else Sizes.of(model).experts
+        experts = Sizes.of(model).experts if hasattr(self.strategy, "ep") else 0
         shares = [ep for ep in divisors(sizes.t * sizes.d) if not experts % ep] if experts else [1]
         for cp, ep in product(contexts, shares):
             if (own := self.parallel(*sizes.sizes, cp, ep)) is not None:

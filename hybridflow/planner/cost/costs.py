@@ -314,6 +314,8 @@ class Costs:
         check_split(model, sizes, group)
         backend, work = self.backends[group], self._workloads[group]
         if kind == "generation":
+            if (sizes.cp, sizes.ep, sizes.etp) != (1, 1, None):
+                raise ModelError(f"{group} cannot generate with p-t-d = {sizes}: vLLM cuts experts as other layers.")
             backend, work = MEGATRON, self.workload
         elif kind is not None:
             self._known.once(("checked", group, sizes), lambda: backend.check(model, sizes, group))

@@ -179,4 +179,5 @@ class Seconds(NamedTuple):
         return Seconds(*map(add, self, other))
 
     def times(self, factor: float) -> Seconds:
-        return Seconds(*(part * factor for part in self))
+        compute, memory, tensor, exchange, fixed = self
+        return Seconds(compute * factor, memory * factor, tensor * factor, exchange * factor, fixed * factor)

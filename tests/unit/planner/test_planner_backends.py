@@ -191,9 +191,11 @@ def test_layouts_that_a_strategy_has_not():
     assert Backend.of(Megatron(stage_layers=(1,))).sized(Parallel(2, 2, 4)) == Megatron(pp=2, tp=2, dp=4)
     with pytest.raises(PlacementError, match="shards must divide"):
         Parallel(d=4, shards=3)
-    for unpriced in (object(), FSDP(ep=2)):
-        with pytest.raises(ConfigError, match="no prices"):
-            Backend.of(unpriced)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no prices"):
+        Backend.of(object())  # type: ignore[arg-type]
+    assert Backend.of(FSDP(ep=2)).parallel(1, 1, 8, 1, 4) == Parallel(d=8, shards=8, ep=4)
+    assert Backend.of(FSDP(replicate=4)).parallel(1, 1, 8, 1, 4) is None
+    assert Backend.of(ZeRO(stage=2)).parallel(1, 1, 8, 1, 2) is None
 
 
 def test_weights_of_shards_are_gathered_for_generation():

@@ -30,6 +30,7 @@ from hybridflow.planner.describe.cluster_spec import DeviceSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.search.auto_mapping import AutoMapping
+from hybridflow.planner.search.call_search import options_of
 from tests.contracts.family_cases import FAMILIES, MEGATRON, config
 
 LATENT: dict[str, Any] = {
@@ -206,6 +207,15 @@ def test_ranks_that_share_rows_share_activations_and_exchange_heads():
     assert "exchange" not in alone.parts
     assert shared.parts["exchange"] > 0
     assert shared.parts["compute"] == pytest.approx(alone.parts["compute"], rel=0.05)
+
+
+def test_engines_generate_without_ranks_that_share_experts():
+    costs = Costs(ClusterSpec.of("h100:1x4"), grpo(mixture()), WORK).sharing_rows()
+    options = dict(zip([call.name for call in costs.calls], options_of(costs, prune=False), strict=True))
+    assert {option.plan.parallel.ep for option in options["actor.update_actor"]} > {1}
+    generating = [option.plan.parallel for option in options["actor.generate_sequences"]]
+    assert generating
+    assert {(one.cp, one.ep, one.etp) for one in generating} == {(1, 1, None)}
 
 
 def test_a_mixture_gets_expert_parallel_ranks():
