@@ -181,13 +181,6 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory) -> Iterator[Runs]:
-    """Two machines of six devices each."""
-    with Machines(tmp_path_factory.mktemp("wide"), 2, devices=6) as machines:
-        yield Runs(machines)
-
-
-@pytest.fixture(scope="module")
 def one_machine(runs) -> Path:
     return runs.run("one", 5, layout="d2", record=1)
 
@@ -196,7 +189,10 @@ def check_equal(run: Path, other: Path) -> None:
     """Figures, rows and trained parameters are the same, bit for bit."""
 
     def records(path: Path) -> dict[int, Any]:
-        return {line["step"]: line for line in map(json.loads, (path / "record.jsonl").read_text().splitlines())}
+        lines = list(map(json.loads, (path / "record.jsonl").read_text().splitlines()))
+        for line in lines:
+            line["figures"].pop("stream/wait", None)  # seconds
+        return {line["step"]: line for line in lines}
 
     assert records(run) == records(other)
     weights, others = (load_file(path / "model" / "model.safetensors") for path in (run, other))
@@ -205,21 +201,6 @@ def check_equal(run: Path, other: Path) -> None:
 
 def test_two_machines_train_as_one(runs, one_machine):
     check_equal(runs.run("two", 5, layout="d2", devices="1+1", record=1), one_machine)
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "grpo": {"rollout": 1},
-    "async": {"rollout": 1, "stream": 1, "staleness": 0},
-}
-
-
-@pytest.mark.parametrize("layout", ["d2", "t2", "fsdp"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_devices_of_two_machines_train_as_those_of_one(wide, kind, layout):
-    options = {"layout": layout, "record": 1, **KINDS[kind]}
-    one, two = (wide.run(f"{kind} {layout} {at}", 3, devices=at, **options) for at in ("4", "2+2"))
-    check_equal(two, one)
 
 
 @pytest.mark.parametrize(("first", "then"), [("1+1", "2"), ("2", "1+1")])
