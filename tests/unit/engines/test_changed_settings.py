@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from hybridflow.config import Adam
+from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 
 
 def optimizer(settings: Adam) -> ShardOptimizer:
     shards: Any = SimpleNamespace(main={"w": torch.zeros(2)}, storage={}, adapters={}, updated=lambda names: None)
+    shards.memory, shards.separate = Residency({}, torch.device("cpu")), True
     return ShardOptimizer(settings, shards, (), [frozenset({"w"})])
 
 

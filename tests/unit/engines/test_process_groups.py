@@ -67,5 +67,5 @@ def test_files_stay_as_they_are(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     with (tmp_path / "file").open("w") as file:
         for _ in range(5):
-            process_groups._end_with_machine((file.fileno(), ""))
+            process_groups._with_socket((file.fileno(), ""), process_groups.end_waits)
     assert len(os.listdir("/proc/self/fd")) == before
