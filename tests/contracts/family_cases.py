@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,9 +253,12 @@ def spread(cases: Mapping[tuple[str, str], Any], each: int = 1) -> set[tuple[str
     return found
 
 
-def marked(cases: Mapping[tuple[str, str], Any], each: int = 1) -> list[Any]:
-    """Parameters of a suite, those that `spread` leaves out marked as slow."""
-    kept = spread(cases, each)
+QUICK_ON_SHARDS = {case for at, case in enumerate(sorted(spread(SHARDED_CASES))) if at % 3}
+QUICK_ON_MEGATRON = spread(MEGATRON_CASES, each=2)
+
+
+def marked(cases: Mapping[tuple[str, str], Any], kept: Collection[tuple[str, str]]) -> list[Any]:
+    """Parameters of a suite, those that are not `kept` marked as slow."""
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.slow, id="-".join(case)) for case in cases]
 
 

@@ -10,8 +10,9 @@ from tests.contracts.family_cases import (
     MEGATRON,
     MEGATRON_CASES,
     OTHERS,
+    QUICK_ON_MEGATRON,
+    QUICK_ON_SHARDS,
     SHARDED_CASES,
-    spread,
     written,
 )
 
@@ -27,9 +28,9 @@ def test_there_are_enough_families():
         assert len({configs[name]["model_type"] for name, _ in cases}) >= count
 
 
-def test_quick_cases_have_every_family_and_every_grid():
-    kept = spread(SHARDED_CASES)
-    assert {name for name, _ in kept} == {name for name, _ in SHARDED_CASES}
-    grids = Counter(grid for _, grid in kept)
-    assert grids.keys() == {grid for _, grid in SHARDED_CASES}
-    assert min(grids.values()) >= 2
+def test_quick_cases_have_most_families_and_every_grid():
+    families = {name for name, _ in SHARDED_CASES}
+    assert len({name for name, _ in QUICK_ON_SHARDS}) >= 0.6 * len(families)
+    assert {name for name, _ in QUICK_ON_MEGATRON} == set(MEGATRON)
+    assert {grid for _, grid in QUICK_ON_SHARDS} == {grid for _, grid in SHARDED_CASES}
+    assert min(Counter(grid for _, grid in QUICK_ON_SHARDS).values()) >= 2

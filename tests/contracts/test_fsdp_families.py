@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from hybridflow.config import FSDP
-from tests.contracts.family_cases import SHARDED_CASES, marked, spread
+from tests.contracts.family_cases import QUICK_ON_SHARDS, SHARDED_CASES, marked, spread
 from tests.contracts.rank_processes import DEVICE
 from tests.contracts.train_contract import assert_trains
 
-CASES: list[Any] = marked(SHARDED_CASES)
+CASES: list[Any] = marked(SHARDED_CASES, QUICK_ON_SHARDS)
 if DEVICE.type == "cuda":  # emulated: all of them would take hours, and these need a convolution that it lacks
     convolving = ("falcon_mamba", "jamba", "mamba", "qwen3_next", "recurrent_gemma")
     CASES = sorted(case for case in spread(SHARDED_CASES) if case[0] not in convolving)

@@ -12,11 +12,11 @@ from hybridflow.engines.router_replay import replay_sizes
 from hybridflow.models.hf_spec import read_spec
 from tests.contracts import any_model_tasks as tasks
 from tests.contracts.example_models import make_batch
-from tests.contracts.family_cases import MEGATRON_CASES, marked
+from tests.contracts.family_cases import MEGATRON_CASES, QUICK_ON_MEGATRON, marked
 from tests.contracts.train_contract import assert_trains, joined
 
 
-@pytest.mark.parametrize(("name", "grid"), marked(MEGATRON_CASES, each=2))
+@pytest.mark.parametrize(("name", "grid"), marked(MEGATRON_CASES, QUICK_ON_MEGATRON))
 def test_it_computes_and_trains_as_transformers_does(processes, family, tmp_path, name, grid):
     """Where ranks share the tokens of a packed row, it is cut anywhere, across rows too."""
     assert_trains(processes, MEGATRON_CASES[name, grid], *family(name), tmp_path / "saved")
