@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from tests.contracts.family_cases import (
     DOCUMENT,
     FAMILIES,
@@ -33,4 +31,3 @@ def test_quick_cases_have_most_families_and_every_grid():
     assert len({name for name, _ in QUICK_ON_SHARDS}) >= 0.6 * len(families)
     assert {name for name, _ in QUICK_ON_MEGATRON} == set(MEGATRON)
     assert {grid for _, grid in QUICK_ON_SHARDS} == {grid for _, grid in SHARDED_CASES}
-    assert min(Counter(grid for _, grid in QUICK_ON_SHARDS).values()) >= 2
