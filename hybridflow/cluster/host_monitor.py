@@ -225,9 +225,9 @@ class HostMonitor:
         watched.socket.send(watched.key + WATCH)
         watched.open = watched.seen = True
         watched.until = math.inf
-        if watched.away is not None:
-            logger.warning("%s answers again, after %.1f s", watched, time.monotonic() - watched.away)
-            watched.away = None
+        if watched.away is not None and (seconds := time.monotonic() - watched.away) > _AGAIN_SECONDS:
+            logger.warning("%s answers again, after %.1f s", watched, seconds)
+        watched.away = None
         selector.modify(watched.socket, selectors.EVENT_READ, watched)
 
     def _receive(self, selector: selectors.BaseSelector, watched: _Watched) -> None:

@@ -56,9 +56,9 @@ class Fault(threading.Thread):
             self.send(call, getattr(signal, name))
 
     def send(self, call: str, number: int) -> None:
-        host = self.group.ranks.hosts[1]
         if call == "idle":
             self.paused.wait()
+        host = self.group.ranks.hosts[1]  # after the pause: a fault before it may have replaced the hosts
         while True:
             if call == "__init__":  # of a group that is built again
                 host = self.group.ranks.hosts[1]
