@@ -233,7 +233,7 @@ def copied(world: World, name: str, strategy: Any, size: int, path: Path, optimi
             before = each.copied_bytes()
             each.reload(PARAMETERS)
             found = each.forward(rows, ("log_probs",))
-            assert (seed and each is frozen) or same(found, expected)
+            assert (seed and each is frozen) or same(found, expected, 1e-5 * (each is frozen))  # CUDA rounds otherwise
             each.offload(STATES)
             assert moved(each, before) == (weights[each], 0)
         before = other.copied_bytes()
@@ -260,9 +260,11 @@ def moved(engine: Any, before: tuple[int, int]) -> tuple[int, ...]:
     return tuple(now - then for now, then in zip(engine.copied_bytes(), before, strict=True))
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(found: Any, expected: Any, atol: float) -> bool:
     """Of outputs, which are None except on the last stage."""
-    return found is expected or found["log_probs"].values.equal(expected["log_probs"].values)
+    return found is expected or torch.allclose(
+        found["log_probs"].values, expected["log_probs"].values, rtol=0.0, atol=atol
+    )
 
 
 def _refused(call: Any, says: str) -> bool:
