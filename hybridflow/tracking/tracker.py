@@ -310,14 +310,22 @@ class Tracker:
         while self._pending and self._pending[0][1] <= step:
             metrics, number = self._pending[0]
             found: dict[str, float] = {}
+            lost: HybridFlowError | None = None
             try:
                 for part in metrics:
-                    found |= resolve(part)
+                    try:
+                        found |= resolve(part)
+                    except HybridFlowError as error:
+                        if not isinstance(part, IterationSeconds):
+                            raise
+                        lost = error  # of a call, such as one of a host that is gone: the metrics may be there
             except Exception:
                 self._pending.popleft()
                 raise
             self._pending.popleft()
             self._write(found, number, metrics[0])
+            if lost is not None:
+                raise lost
         while self._samples and self._samples[0][0] <= step:
             at, title, batch, reader = self._samples.pop(0)
             self._append_samples(at, title, _sample_rows(batch, None if reader is None else reader.result()))
