@@ -8,6 +8,7 @@ and several models in the same processes, need no other process.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
 import socket
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -63,14 +64,23 @@ class _SharedGloo(c10d.ProcessGroupGloo):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  the stubs lack these names
-        options._devices, options._timeout = _gloo_devices(), timeout
+        (options._devices, listening), options._timeout = _gloo_devices(), timeout
         options._threads = 2 * len(options._devices)
+        store.set(f"listening/{rank}", json.dumps(listening))
         before = _sockets()
         super().__init__(store, rank, size, options)
-        _SharedGloo.opened = _sockets() - before
-        if gloo_address != _LOOPBACK:
-            for descriptor in _SharedGloo.opened:
-                _with_socket(descriptor, fail_with_machine)
+        found = store.multi_get([f"listening/{each}" for each in range(size)])  # all have come
+        ends = {tuple(address) for each in found for address in json.loads(each)}
+        opened = _SharedGloo.opened = set()
+
+        def mark(descriptor: tuple[int, str], connection: socket.socket) -> None:
+            if not ends.isdisjoint((connection.getsockname()[:2], connection.getpeername()[:2])):
+                opened.add(descriptor)
+                if gloo_address != _LOOPBACK:
+                    fail_with_machine(connection)
+
+        for descriptor in _sockets() - before:  # other threads may have opened some, too
+            _with_socket(descriptor, partial(mark, descriptor))
 
 
 def _sockets() -> set[tuple[int, str]]:
@@ -114,11 +124,21 @@ gloo_address = _LOOPBACK
 
 
 @cache
-def _gloo_devices() -> list[Any]:
-    """One for each interface in `GLOO_SOCKET_IFNAME`, or that of `gloo_address`."""
+def _gloo_devices() -> tuple[list[Any], list[tuple[str, int]]]:
+    """One for each interface in `GLOO_SOCKET_IFNAME`, or that of `gloo_address`; and the addresses that they listen
+    at."""
+    before, listening = _sockets(), list[tuple[str, int]]()
+
+    def look(connection: socket.socket) -> None:
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listening.append(connection.getsockname()[:2])
+
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create = c10d.ProcessGroupGloo.create_device
-    return [create(interface=name) for name in names] or [create(hostname=gloo_address)]
+    devices = [create(interface=name) for name in names] or [create(hostname=gloo_address)]
+    for found in _sockets() - before:
+        _with_socket(found, look)
+    return devices, listening
 
 
 c10d.ProcessGroupGloo = _SharedGloo  # type: ignore[misc]  torch has no option for it

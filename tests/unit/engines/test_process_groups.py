@@ -62,6 +62,28 @@ def test_every_connection_notices_that_a_machine_is_gone(monkeypatch, ranks):
         process_groups._gloo_devices.cache_clear()
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds sockets in /proc")
+def test_connections_of_other_threads_are_left_alone(monkeypatch):
+    """Those that were opened while a group waited for its members."""
+    made, create = list[socket.socket](), c10d.ProcessGroupGloo.__mro__[1].__init__
+
+    def slowly(*args):
+        create(*args)
+        server = socket.create_server(("127.0.0.1", 0))
+        made.extend((server, socket.create_connection(server.getsockname()), server.accept()[0]))
+
+    monkeypatch.setattr(c10d.ProcessGroupGloo.__mro__[1], "__init__", slowly)
+    store, limit = dist.HashStore(), datetime.timedelta(seconds=20)
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda rank: c10d.ProcessGroupGloo(store, rank, 2, limit), range(2)))
+    numbers = {descriptor for descriptor, _ in process_groups._SharedGloo.opened}
+    assert numbers
+    assert numbers.isdisjoint(one.fileno() for one in made)
+    for one in made:
+        one.close()
+    del groups
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_files_stay_as_they_are(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
