@@ -15,6 +15,7 @@ from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.parameter_groups import GroupSettings, settings_of
 from hybridflow.engines.sharded_model import Shards
+from hybridflow.models.hf_spec import ROUTER_BIAS
 
 logger = logging.getLogger(__name__)
 INITIAL_SCALE, SCALE_GROWTH, GROWTH_INTERVAL, HYSTERESIS = 2.0**16, 2.0, 1000, 2
@@ -92,11 +93,14 @@ class ShardOptimizer:
             state.update({kind: torch.zeros_like(tensor) for kind in self._moments})
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Torch's groups: parameters with equal settings."""
+        """Torch's groups: parameters with equal settings. What a router adds to scores is not among them: it has state,
+        and no step changes it."""
         own, main = self.settings, self.shards.main
         settings = {"betas": own.betas, "eps": own.eps} if isinstance(own, config.Adam) else {}
         found: dict[GroupSettings, list[Tensor]] = {GroupSettings(own.lr, own.weight_decay): []}
         for name, tensor in main.items():
+            if self._tensors.get(name, name).endswith(ROUTER_BIAS):
+                continue
             key = settings_of(own, self._tensors.get(name, name), decays=name not in self._no_decay)
             found.setdefault(key, []).append(tensor)
         return [{**settings, "params": params, **key._asdict(), "highest": key.lr} for key, params in found.items()]

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.config import SGD
+from hybridflow.config import SGD, Adam
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.checkpoint.reader import Checkpoint, read_boxes
 from hybridflow.engines.checkpoint.writer import save_checkpoint
+from hybridflow.models.hf_spec import ROUTER_BIAS
 from tests.contracts.engine_tasks import boxes, build, share
 from tests.contracts.example_models import load_model, loss_of, make_batch, totals_of
 from tests.contracts.family_cases import config
@@ -213,8 +214,10 @@ def activation_bytes(world: World, name: str, strategy: Any, path: Path, size: i
 
 def bias_after(world: World, name: str, strategy: Any, path: Path, size: int, target: Path) -> dict[str, Any]:
     """The router biases of a rank before an update and after it, in float32 main parameters, and what is saved."""
-    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, momentum=0.9))
-    loss, found = loss_of("lm"), {"before": {n: t.clone() for n, t in engine.storage().items() if n.endswith(".bias")}}
+    decay = {"*mlp*": {"weight_decay": 0.5}}
+    engine = build(world, name, strategy, size, path, "lm", Adam(lr=LR, weight_decay=0.5, groups=decay))
+    kept = {n: t.clone() for n, t in engine.storage().items() if n.endswith(("router.bias", ROUTER_BIAS))}
+    loss, found = loss_of("lm"), {"before": kept}
     for seed in range(UPDATES):
         rows = share(make_batch(seed=seed), engine.grid, world.rank)
         engine.forward_backward(rows, loss, loss.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -74,9 +75,10 @@ def test_tokens_go_to_the_experts_of_the_batch(processes, family, name, way):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_router_adds_to_scores_stays_and_is_saved(processes, family, tmp_path, dtype):
-    """It is state of the model like any other, float32 where the model has 16 bits."""
-    path, strategy = family("glm4_moe")[0], Megatron(tp=2, ep=2, dtype=dtype)
+@pytest.mark.parametrize("strategy", [Megatron(tp=2, ep=2), FSDP(), ZeRO(stage=1), ZeRO(stage=2)], ids=str)
+def test_what_a_router_adds_to_scores_stays_and_is_saved(processes, family, tmp_path, strategy, dtype):
+    """It is state of the model like any other, float32 where the model has 16 bits; no decay of weights moves it."""
+    path, strategy = family("glm4_moe")[0], replace(strategy, dtype=dtype)
     found = processes.run(2, tasks.bias_after, processes.name(), strategy, path, 2, tmp_path / "saved")
     names = [name for name in read_spec(path, "lm").tensors() if name.endswith("correction_bias")]
     want = tasks.tensors(path, names)
