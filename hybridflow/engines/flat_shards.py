@@ -29,6 +29,7 @@ from hybridflow.engines.flat_gradients import FlatGradients
 from hybridflow.engines.lora.targets import is_adapter
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.units import Unit
+from hybridflow.errors import ModelError
 
 # activation checkpointing, torch.compile; a layer with adapters, peft's name of an adapter without one
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.", "default.")
@@ -62,7 +63,11 @@ class FlatShards:
         given = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         assert given.keys() == {name for unit in units for name in unit.modules}, "units of another model"
         kinds = [{(given[name].dtype, given[name].requires_grad) for name in unit.modules} for unit in units]
-        assert all(len(kind) == 1 for kind in kinds), "a unit of several dtypes, or partly frozen"
+        if several := [unit for unit, kind in zip(units, kinds, strict=True) if len(kind) > 1]:
+            raise ModelError(
+                f"{context.role}: parameters beside {next(iter(several[0].modules))} have several dtypes, of which "
+                f"stages 1 and 2 of ZeRO take one. Use FSDP(), ZeRO(stage=3), or dtype='float32'."
+            )
         self.model: Any = model
         groups = [expert_group if unit.experts and expert_group is not None else group for unit in units]
         device = context.device

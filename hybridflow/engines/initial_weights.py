@@ -13,7 +13,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.rank_state import dtype_name
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.contract import Uninitialized
-from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder
 
 STANDARD_DEVIATION = 0.02
 Origin = str | Path | Uninitialized | None
@@ -44,7 +44,11 @@ def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: 
         by_tensor.setdefault(region.box.tensor, []).append(region)
     for name, regions in by_tensor.items():
         shape = layout.tensors[name]
-        if name == "score.weight" or (len(shape) == 1 and (name.endswith("bias") or name in zeros)):
+        if (
+            name == "score.weight"
+            or name.endswith(ROUTER_BIAS)
+            or (len(shape) == 1 and (name.endswith("bias") or name in zeros))
+        ):
             whole = torch.zeros(shape)
         elif len(shape) == 1:
             whole = torch.ones(shape)

@@ -337,8 +337,8 @@ class TrainEngine(TrainStates):
         return self._layout
 
     def storage(self) -> Mapping[str, Tensor]:
-        """The parameters themselves: writing into them changes the model; then call `weights_loaded`. Errors:
-        BrokenGroupError."""
+        """The parameters themselves: writing into them changes the model; then call `weights_loaded`, or what has been
+        offloaded since this call comes back as it was. Errors: BrokenGroupError."""
         self._operations.check()
         self._shards.memory.changed()
         return self._shards.storage

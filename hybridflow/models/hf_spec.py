@@ -124,6 +124,10 @@ def _read(text: str, head: Head) -> TransformersSpec:
     constants = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in own}
     if kept := [name for name in constants if not name.endswith(ROUTER_BIAS)]:
         raise ModelError(f"a {family} checkpoint has {kept[0]}, which is no parameter. Such models are not supported.")
+    if (other := _renamed(model, constants)) is not None:
+        raise ModelError(
+            f"a {family} checkpoint calls {other[0]} of transformers' model {other[1]}. Such models are not supported."
+        )
     hidden, vocab = int(output.weight.shape[1]), int(output.weight.shape[0])
     tied = names[id(output.weight)].startswith(f"{decoder}.")
     pieces = checkpoint_pieces(model, family)
@@ -160,6 +164,17 @@ def _read(text: str, head: Head) -> TransformersSpec:
         zeros=_zeros(model),
         constants=frozenset(constants),
     )
+
+
+def _renamed(model: PreTrainedModel, constants: Iterable[str]) -> tuple[str, str] | None:
+    """The first of these buffers that has another name in a checkpoint, and that name."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name in constants:
+        (saved,) = revert_weight_conversion(model, {name: model.get_buffer(name)}) or (name,)
+        if saved != name:
+            return name, saved
+    return None
 
 
 def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
