@@ -282,6 +282,57 @@ def test_plans_of_shared_experts_move_what_is_needed_and_not_held(one):
                 assert received[rank] == len(_elements(destination, rank) - _elements(source, rank))
 
 
+@st.composite
+def strategies(draw: st.DrawFn) -> Megatron | FSDP | ZeRO:
+    """Of 12 ranks and 6 experts with 24 columns."""
+
+    def size(*fitting: int) -> int:
+        return draw(st.sampled_from(fitting))
+
+    kind = draw(st.sampled_from([Megatron, FSDP, ZeRO]))
+    if kind is ZeRO:
+        return ZeRO(stage=size(1, 2, 3), cp=(cp := size(1, 2, 4)), dp=12 // cp)
+    if kind is FSDP:
+        replicate = size(1, 2, 3)
+        ep = size(*(n for n in (1, 2, 3, 6) if 12 // replicate % n == 0))
+        cp = size(*(n for n in (1, 2, 4) if 12 // replicate % n == 0))
+        return FSDP(ep=ep, replicate=replicate, cp=cp if replicate == 1 else 1, dp=12 // (cp if replicate == 1 else 1))
+    p = size(1, 2, 3)
+    t = size(*(n for n in (1, 2, 4) if 12 // p % n == 0))
+    d = 12 // p // t
+    ep = size(*(n for n in (1, 2, 3, 6) if t * d % n == 0))
+    etp = size(*(n for n in (1, 2, 3, 4) if t * d // ep % n == 0))
+    cp = size(*(n for n in (1, 2, 4) if d % n == 0 and 4 // t >= n))
+    return Megatron(pp=p, tp=t, dp=d // cp, cp=cp, ep=ep, etp=etp)
+
+
+def masks(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in layout.tensors.items()}
+    for region in layout.regions(rank):
+        box = region.box
+        found[box.tensor][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = True
+    return found
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_plans_between_any_two_ways_to_share_experts(count):
+    """Bytes are those that a rank needs and does not hold."""
+    models = [MOE, TransformersSpec.of(config("glm4_moe")), TransformersSpec.of(config("mixtral-6"))]
+
+    @settings(max_examples=count, deadline=None, derandomize=True)
+    @given(st.sampled_from(models), strategies(), strategies())
+    def checks(model: TransformersSpec, one: Any, other: Any) -> None:
+        sides = [backend(each, "layout").weights_layout(each, model, each.grid(12)) for each in (one, other)]
+        received = [0] * 12
+        for move in plan(*sides).moves:
+            received[move.destination] += 0 if move.local else move.box.numel
+        for rank in range(12):
+            held, needed = (masks(side, rank) for side in sides)
+            assert received[rank] == sum(int((needed[name] & ~held[name]).sum()) for name in needed)
+
+    checks()
+
+
 @pytest.mark.parametrize(
     ("family", "strategy", "says"),
     [
