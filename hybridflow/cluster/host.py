@@ -45,7 +45,7 @@ from hybridflow.engines import process_groups
 from hybridflow.engines.call_events import MAPPED, CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.time_sharing import SharedStages
-from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError
+from hybridflow.errors import BatchError, CheckpointError, DeviceMemoryError, HybridFlowError, MissingColumnError
 from hybridflow.settings import own_settings
 
 logger = logging.getLogger(__name__)
@@ -245,6 +245,9 @@ class Host:
                 groups.check()  # its error replaces one that undefined results led to
             return self._written(result, call) if call.writes else result, result
         except Exception as error:
+            if call.phase == "training":  # earlier steps of the call are done
+                said = f"{call.method} of iteration {call.step} failed, perhaps halfway: {error}"
+                member.failed_update = member.failed_update or said.splitlines()[0]
             return self._failure(member, call.method, call, error), None
         finally:
             member.context.row_number = int  # what it refers to must not stay in the object store
@@ -369,6 +372,8 @@ class Host:
         try:
             if (failure := member.failure or member.incomplete) is not None:
                 raise failure.error
+            if member.failed_update:
+                raise CheckpointError(member.failed_update)
             with self._liveness.during(f"{member.role}.image"):
                 image, counters = member.worker.image(settings)
         except Exception as error:

@@ -99,7 +99,7 @@ class TransferTask:
 @dataclass
 class Member:
     """A group's rank in this process; `incomplete` is the failure of a transfer that left its weights half written,
-    `calls` how often each method was run."""
+    `failed_update` what is known of the first update that raised, and `calls` how often each method was run."""
 
     role: str
     rank: int
@@ -108,6 +108,7 @@ class Member:
     worker: Any = None
     failure: Failure | None = None
     incomplete: Failure | None = None
+    failed_update: str = ""
     calls: Counter[str] = field(default_factory=Counter)
     _controls: dict[tuple[int, ...], ControlTree] = field(default_factory=dict)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybridflow.cluster import state_images
-from hybridflow.cluster.backend import HostProcess
+from hybridflow.cluster.backend import HostProcess, RankCall
+from hybridflow.cluster.host import Host
 from hybridflow.cluster.state_images import GroupImages, ImageHead, KeptImage, redundant
+from hybridflow.cluster.weight_channels import Member
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import CheckpointError
 
@@ -86,3 +89,31 @@ def test_images_of_different_steps_are_refused(monkeypatch, other, message):
         images(good, other).agreed({"update": 2})
     with pytest.raises(CheckpointError, match="not of one completed step"):
         images(good, good).agreed({"update": 3})
+
+
+class Trained:
+    """A rank whose call may raise."""
+
+    def update(self, fails: bool) -> None:
+        if fails:
+            raise ValueError("mini-batch 3 of 4")
+
+    def image(self, settings: Any) -> tuple[Any, None]:
+        return SimpleNamespace(arrays={}), None
+
+
+@pytest.mark.parametrize(("phase", "kept"), [("training", False), ("inference", True)])
+def test_after_an_update_that_failed_a_rank_gives_no_image(phase, kept):
+    groups = SimpleNamespace(check=lambda: None)
+    member = Member("actor", 0, SimpleNamespace(groups=groups, step=3), worker=Trained())  # type: ignore[arg-type]
+    host = object.__new__(Host)
+    host._members, host._node, host.reader = {"g": member}, "node1", SimpleNamespace(row_number=int)  # type: ignore
+    host._liveness = SimpleNamespace(during=lambda what: nullcontext())  # type: ignore[assignment]
+    host._run(member, RankCall(1, "g", "update", {}, (), step=2, phase=phase), {"fails": False})
+    assert host.image("g", None)[1] == ImageHead(0, None, {"update": 1})
+    for fails in (True, False):  # the update after it does not make up for it
+        host._run(member, RankCall(1, "g", "update", {}, (), step=3, phase=phase), {"fails": fails})
+    image, head = host.image("g", None)
+    assert (image is not None) == kept
+    if not kept:
+        assert "update of iteration 3 failed, perhaps halfway: mini-batch 3 of 4" in str(head.error)  # type: ignore
