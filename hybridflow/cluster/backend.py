@@ -136,8 +136,9 @@ class SessionBackend(Protocol):
         """`worker.method(*arguments)` of every rank; waits. Errors: WorkerError of a rank that raised."""
         return self.tell(ranks, method, *arguments)()
 
-    def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
-        """`ask` in two parts: issues the calls in the order of all calls, and returns what waits for them."""
+    def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[..., list[Any]]:
+        """`ask` in two parts: issues the calls in the order of all calls, and returns what waits for them, for at most
+        as many seconds as it is given."""
         ...
 
     def place(self, worker_class: type, pool: Any, settings: Mapping[str, Any], name: str, grid: Any) -> Any:

@@ -366,7 +366,7 @@ class Host:
             return self._failure(member, method, None, error)
 
     @ray.method(num_returns=2)
-    def image(self, group: str, settings: Any) -> tuple[StateImage | None, ImageHead | Failure]:
+    def image(self, group: str, settings: Any, tensors: bool) -> tuple[StateImage | None, ImageHead | Failure]:
         """This rank's state, as it is now, and the head of it, or a Failure."""
         member = self._members[group]
         try:
@@ -375,11 +375,10 @@ class Host:
             if member.failed_update:
                 raise CheckpointError(member.failed_update)
             with self._liveness.during(f"{member.role}.image"):
-                image, counters = member.worker.image(settings)
+                image, head = member.worker.image(settings, tensors)
         except Exception as error:
             return None, self._failure(member, "image", None, error)
-        size = sum(array.nbytes for array in image.arrays.values())
-        return image, ImageHead(size, counters, dict(member.calls))
+        return image, replace(head, calls=dict(member.calls))
 
     @ray.method(num_returns=2)
     def keep(self, image: Any) -> tuple[StateImage | None, ImageHead | None]:

@@ -203,7 +203,7 @@ class RayBackend(SessionBackend):
         with stage(_building(ranks)):
             self._results(ranks, "__init__", built)
 
-    def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+    def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[..., list[Any]]:
         self.iterations.held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts)
         with uninterrupted():
@@ -215,11 +215,11 @@ class RayBackend(SessionBackend):
         self.iterations.held.send()
         return self._results(ranks, "calls", [host.handle.calls.remote(ranks.key) for host in ranks.hosts])
 
-    def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any]) -> list[Any]:
+    def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any], seconds: float | None = None) -> list[Any]:
         call = self.iterations.new_call()
         call.statuses += self._outputs(ranks, method, refs, call)
         try:
-            return fetch(refs, call.statuses)
+            return fetch(refs, call.statuses, seconds)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
                 f"{error} Its hosts may still be at it: close the pool and make a new one, or give more time by "

@@ -32,19 +32,21 @@ Part = tuple[Box, Box, tuple[Region, ...], int]
 
 @dataclass(frozen=True)
 class StateImage:
-    """What one rank holds: the bits of each box of each kind of state, and the state of its random generators."""
+    """What one rank holds: the bits of each box of each kind of state."""
 
     arrays: Mapping[tuple[str, Box], Any]
-    random: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ImageHead:
-    """Of an image that is complete: its bytes, the optimizer's counters, and how often its rank has run each method."""
+    """Of an image that is complete: its bytes, the optimizer's counters, how often its rank has run each method, the
+    state of its random generators, and the value of a subclass's `state()`. The driver has it."""
 
     bytes: int
     counters: dict[str, Any] | None
     calls: Mapping[str, int] = field(default_factory=dict)
+    random: Mapping[str, Any] = field(default_factory=dict)
+    values: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,68 +58,102 @@ class KeptImage:
     head: Any
 
 
+Reading = tuple[ImageHead, list[KeptImage], list[Part] | None]
+"""What a new rank takes: its head, the images that it reads, and which parts of them (None: its own, all of it)."""
+
+
 @dataclass
 class GroupImages:
-    """Of each rank of a group an image of one moment, and a copy of it, if there is one."""
+    """Of each rank of a group an image of one moment, and a copy of it, if there is one; `calls` are the updates that
+    the driver had issued, `layout` that of the tensors, if there are any."""
 
     ranks: RankGroup
     settings: Mapping[str, Any] | None
     kept: list[list[KeptImage]]
+    calls: Mapping[str, int]
+    layout: Layout | None = None
 
     @classmethod
-    def take(cls, ranks: RankGroup, settings: Mapping[str, Any] | None, copies: bool) -> GroupImages:
-        """Ask all ranks, in the order of their calls; returns at once. `settings` are those of a group that does not
-        train."""
-        own = [KeptImage(host, *host.handle.image.remote(ranks.key, settings)) for host in ranks.hosts]
+    def take(
+        cls,
+        ranks: RankGroup,
+        settings: Mapping[str, Any] | None,
+        calls: Mapping[str, int],
+        layout: Layout | None,
+        copies: bool,
+    ) -> GroupImages:
+        """Ask all ranks, in the order of their calls; returns at once. `settings` are those of a group that follows no
+        other."""
+        ask = (ranks.key, settings, layout is not None)
+        own = [KeptImage(host, *host.handle.image.remote(*ask)) for host in ranks.hosts]
         kept = [[one] for one in own]
         for rank, images in enumerate(kept) if copies else ():
             turned = (*ranks.hosts[rank + 1 :], *ranks.hosts[:rank])
             if (other := next((host for host in turned if host.machine != images[0].host.machine), None)) is not None:
                 images.append(KeptImage(other, *other.handle.keep.remote(images[0].content)))
-        return cls(ranks, settings, kept)
+        return cls(ranks, settings, kept, calls, layout)
 
     @property
-    def complete(self) -> bool:
-        """Whether all images are there, with their copies."""
+    def answered(self) -> bool:
+        """Whether all images and copies were made, or refused."""
         heads = [one.head for one in chain(*self.kept)]
         ready, _ = ray.wait(heads, num_returns=len(heads), timeout=0, fetch_local=False)
-        return len(ready) == len(heads) and all(isinstance(_head(one), ImageHead) for one in chain(*self.kept))
+        return len(ready) == len(heads)
 
-    def agreed(self, calls: Mapping[str, int]) -> ImageHead:
-        """The head of all ranks, which have run these calls. Errors: CheckpointError where they are not of one step."""
+    def check(self) -> None:
+        """Errors: CheckpointError where the images are not of one completed step, or a copy is missing."""
+        self.agreed()
+        if not all(isinstance(_head(one), ImageHead) for one in chain(*self.kept)):
+            raise CheckpointError(f"the copies of the images of {self.ranks.name} are not complete")
+
+    def agreed(self) -> list[ImageHead]:
+        """The head of each rank. Errors: CheckpointError where they are not of one completed step."""
         heads = list[ImageHead]()
         for rank, (one, *_) in enumerate(self.kept):
             head = _head(one)
             if not isinstance(head, ImageHead):
-                raise CheckpointError(f"rank {rank} of {self.ranks.name} has no image: {head}")
+                why = str(getattr(head, "error", head)).splitlines()[0]
+                raise CheckpointError(f"rank {rank} of {self.ranks.name} has no image: {why}")
             heads.append(head)
-        done = [({name: head.calls.get(name, 0) for name in calls}, head.counters) for head in heads]
-        if any(one != (dict(calls), heads[0].counters) for one in done):
-            raise CheckpointError(f"the images of {self.ranks.name} are not of one completed step: {done}, {calls}")
-        return replace(heads[0], bytes=sum(head.bytes for head in heads))
+        done = [({name: head.calls.get(name, 0) for name in self.calls}, head.counters) for head in heads]
+        if any(one != (dict(self.calls), heads[0].counters) for one in done):
+            said = f"{done}, {dict(self.calls)}"
+            raise CheckpointError(f"the images of {self.ranks.name} are not of one completed step: {said}")
+        return heads
 
-    def readable(self) -> list[KeptImage | None]:
-        """Of each rank the image, or else its copy, on a machine that answers."""
-        hosts = {one.host.machine: one.host for one in chain(*self.kept)}
-        there = {machine: _answers(host) for machine, host in hosts.items()}
-        left = [[one for one in images if there[one.host.machine]] for images in self.kept]
-        return [next((one for one in images if isinstance(_head(one), ImageHead)), None) for images in left]
+    def readings(self) -> list[Reading]:
+        """What each rank would take now. Errors: CheckpointError where the images are not of one completed step, or a
+        lost rank's part is held by no other."""
+        heads, found = self.agreed(), self._readable()
+        return [(head, *_parts(self.ranks.name, self.layout, rank, found)) for rank, head in enumerate(heads)]
 
-    def give(self, backend: SessionBackend, ranks: RankGroup, head: ImageHead) -> str:
-        """Have new ranks, in the same layout, take the state. Returns from where. Errors: CheckpointError where a lost
-        rank's part is held by no other; those of a rank."""
-        found = self.readable()
-        layout = backend.ask(ranks, "state_layout", self.settings)[0] if None in found else None
+    def _readable(self) -> list[KeptImage | None]:
+        """Of each rank the image, or else its copy, on a machine that answers: rather on one of whose processes one
+        lives, since a machine that has started anew refuses like one whose process was killed."""
+        hosts = dict[str, list[HostProcess]]()
+        for one in chain(*self.kept):
+            hosts.setdefault(one.host.machine, []).append(one.host)
+        lives = {machine: _lives(those) for machine, those in hosts.items()}
+        found = list[KeptImage | None]()
+        for images in self.kept:
+            left = [one for one in images if lives[one.host.machine] is not None]
+            left.sort(key=lambda one: not lives[one.host.machine])
+            found.append(next((one for one in left if isinstance(_head(one), ImageHead)), None))
+        return found
+
+    def give(self, backend: SessionBackend, ranks: RankGroup, readings: Sequence[Reading]) -> str:
+        """Have new ranks, in the same layout, take the state. Returns from where. Errors: those of a rank."""
         waiting, sources = [], set[str]()
-        for rank, host in enumerate(ranks.hosts):
-            images, parts = _parts(ranks.name, layout, rank, found)
+        for host, (head, images, parts) in zip(ranks.hosts, readings, strict=True):
             sources |= {one.host.node_name for one in images}
             contents = [one.content for one in images]
             one = replace(ranks, hosts=(host,))
-            waiting.append(backend.tell(one, "take_image", self.settings, head.counters, parts, *contents))
+            tensors = self.layout is not None
+            waiting.append(backend.tell(one, "take_image", self.settings, tensors, head, parts, *contents))
         for wait in waiting:
             wait()
-        return f"{ranks.name}: {head.bytes:,} bytes from memory of {', '.join(sorted(sources))}"
+        size = sum(head.bytes for head, *_ in readings)
+        return f"{ranks.name}: {size:,} bytes from memory of {', '.join(sorted(sources))}"
 
 
 def redundant(ranks: RankGroup, layout: Layout) -> bool:
@@ -146,7 +182,8 @@ def _parts(
     """The images that a rank reads, and which parts of them: None for its own. Errors: CheckpointError."""
     if (own := found[rank]) is not None:
         return [own], None
-    assert layout is not None
+    if layout is None:  # no tensors
+        return [], []
     left = [other for other, image in enumerate(found) if image is not None]
     try:
         moves: Sequence[Move] = plan(_only(layout, left), layout, rank=rank, exact=True).receives(rank)
@@ -165,13 +202,17 @@ def _head(image: KeptImage) -> Any:
         return type(error).__name__
 
 
-def _answers(host: HostProcess) -> bool:
-    """Whether the machine of a process answers, also where the process is gone."""
-    try:
-        where, port, _ = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
-        socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except (ray.exceptions.RayError, OSError):
-        return False
-    return True
+def _lives(hosts: Sequence[HostProcess]) -> bool | None:
+    """Whether one of these processes of a machine lives; None where the machine does not answer."""
+    found = None
+    for host in dict.fromkeys(hosts):
+        try:
+            where, port, _ = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
+            socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            found = False
+        except (ray.exceptions.RayError, OSError):
+            return found
+        else:
+            return True
+    return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import weakref
 from collections import deque
@@ -42,7 +43,16 @@ from hybridflow.errors import (
 )
 from hybridflow.run.checkpoint_store import CheckpointStore
 from hybridflow.run.recovery import needs_moments, rebuild, recall, replace_lost
-from hybridflow.run.run_state import Moment, RunParts, Saving, check_machines, metric_values, restore, verified
+from hybridflow.run.run_state import (
+    Moment,
+    RunParts,
+    Saving,
+    StateLayouts,
+    check_machines,
+    metric_values,
+    restore,
+    verified,
+)
 from hybridflow.settings import by_name, is_address, require
 from hybridflow.streams.stream import ResponseStream
 from hybridflow.tracking.run_lock import RunLock
@@ -135,7 +145,7 @@ class Checkpoints:
         self._loop: weakref.ref[Generator[Any]] | None = None
         self._exhausted, self._stopped = False, ""
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
-        self._in_memory, self._copies = in_memory, dict[str, bool]()
+        self._in_memory, self._layouts, self._unkept = in_memory, StateLayouts(), set[str]()
         self.restarts = 0
         self.stop: Callable[[], bool] = lambda: False  # of a loop, after an iteration: `hf.Run`
 
@@ -338,14 +348,31 @@ class Checkpoints:
             if keeps or needs_moments(session):
                 self._moments.append(moment := Moment.now(session, parts, self._step))
             if keeps:
-                newer = False
-                for old in reversed(self._moments):
-                    if newer:
-                        old.images.clear()
-                    newer = newer or (bool(old.images) and all(one.complete for one in old.images.values()))
-                moment.take_images(session, parts, self._copies)
+                self._forget_images()
+                moment.take_images(session, parts, self._layouts)
         except HybridFlowError as error:
-            logger.info("iteration %d is not kept in memory: %s", self._step, error)
+            self._not_kept(self._step, error)
+
+    def _forget_images(self) -> None:
+        """Of moments before the newest whose images are there."""
+        newer = False
+        for old in reversed(self._moments):
+            if newer:
+                old.images.clear()
+            elif old.images and all(one.answered for one in old.images.values()):
+                try:
+                    for one in old.images.values():
+                        one.check()
+                    newer = True
+                except HybridFlowError as error:
+                    self._not_kept(old.step, error)
+
+    def _not_kept(self, step: int, error: HybridFlowError) -> None:
+        """A warning, once per reason, where a run was asked to keep its state in memory."""
+        reason = re.sub(r"\d+", "", said := str(error).splitlines()[0])
+        level = logging.WARNING if self._in_memory and reason not in self._unkept else logging.INFO
+        self._unkept.add(reason)
+        logger.log(level, "iteration %d is not kept in memory: %s", step, said)
 
     # Saving
 

@@ -20,11 +20,12 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.rank_state import set_random_state
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import BrokenGroupError, CheckpointError, HostLostError, HybridFlowError, WaitTimeoutError
 from hybridflow.run.run_state import Moment, RunParts, follow, give_values
 from hybridflow.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
+_VALUES_SECONDS = 5.0  # they are there, or their hosts have failed
 
 
 def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> None:
@@ -85,24 +86,34 @@ def recall(session: Session, moments: Iterable[Moment]) -> Moment | None:
     """Replace all hosts and give them the state that machines have in memory. Returns the moment (of these, the newest
     first) from which the run continues, or None where no images are complete.
 
-    Errors: CheckpointError where images are lost; those of a host that cannot be built.
+    Errors: those of a host that cannot be built, or is lost meanwhile.
     """
+    rebuilt = False
     for moment in (one for one in moments if one.images):
         try:
             _check_groups(session, moment)
-            heads = {name: images.agreed(_trained(session, moment, name)) for name, images in moment.images.items()}
-        except CheckpointError as error:
-            logger.info("%s", error)
+            readings = {name: images.readings() for name, images in moment.images.items()}
+            values = {name: wait(_VALUES_SECONDS) for name, wait in moment.values.items()}
+        except HybridFlowError as error:
+            _refuse(moment, error)
             continue
-        values = {name: wait() for name, wait in moment.values.items()}
-        rebuild(session)
+        if not rebuilt:
+            rebuild(session)
+            rebuilt = True
         start, origins = time.time(), []
-        for name, images in moment.images.items():
-            group = session.groups[name]
-            origins.append(images.give(session.backend, group.ranks, heads[name]))
-            group.weights_changed()
+        try:
+            for name, images in moment.images.items():
+                origins.append(images.give(session.backend, session.groups[name].ranks, readings[name]))
+        except (BrokenGroupError, HostLostError, WaitTimeoutError):
+            raise
+        except HybridFlowError as error:  # of images that were lost meanwhile
+            _refuse(moment, error)
+            continue
+        own = {name for name, images in moment.images.items() if images.layout is not None}
+        for name in own:
+            session.groups[name].weights_changed()
         _restore_driver(session, moment, values)
-        follow(session, moment.sources)
+        follow(session, {name: source for name, source in moment.sources.items() if name not in own})
         session.iterations.note("restart", "; ".join(origins), start)
         said = "continuing after %d iterations, from memory in %.1f s (%s)"
         logger.warning(said, moment.step, time.time() - start, "; ".join(origins))
@@ -110,8 +121,13 @@ def recall(session: Session, moments: Iterable[Moment]) -> Moment | None:
     return None
 
 
+def _refuse(moment: Moment, error: HybridFlowError) -> None:
+    said = "the run cannot continue from memory after %d iterations: %s"
+    logger.warning(said, moment.step, str(error).splitlines()[0])
+
+
 def _check_groups(session: Session, moment: Moment) -> None:
-    """Errors: CheckpointError when groups were placed, closed or moved since."""
+    """Errors: CheckpointError when groups were placed, closed or moved since, or one has no images."""
 
     def place(ranks: RankGroup) -> tuple[Any, ...]:
         return ranks.pool_name, ranks.members, ranks.grid, dict(ranks.settings)
@@ -124,10 +140,8 @@ def _check_groups(session: Session, moment: Moment) -> None:
     ]
     if changed := sorted({*moved, *(now ^ set(moment.calls))}):
         raise CheckpointError(f"{', '.join(changed)}: placed, closed or moved after iteration {moment.step}")
-
-
-def _trained(session: Session, moment: Moment, name: str) -> dict[str, int]:
-    return {call: moment.calls[name][call] for call in session.groups[name].training}
+    if missing := sorted((RunParts.of(session).workers.keys() & moment.calls.keys()) - moment.images.keys()):
+        raise CheckpointError(f"{', '.join(missing)}: without images of iteration {moment.step}")
 
 
 def _groups_on(session: Session, pools: Sequence[ResourcePool]) -> list[WorkerGroup]:

@@ -29,6 +29,7 @@ from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.state_images import GroupImages, redundant
 from hybridflow.driver import sync_weights
+from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.manifest import (
     CheckpointManifest,
     FileEntry,
@@ -117,16 +118,21 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     return os.fspath(path) if is_address(path) else os.path.abspath(path)
 
 
+StateLayouts = dict[tuple[str, bool], tuple[Layout | None, bool]]
+"""By the key of a group's ranks, and whether it follows another group: the layout of its tensors, and whether images
+need copies."""
+
+
 @dataclass(frozen=True)
 class Moment:
     """What the driver knows of its run when the calls of iteration `step` are issued: states of its objects (without
     trackers, whose metrics are still to come), waits for those of groups of other classes than Worker (`values`), and
     of each group the number of its calls, the version of its weights, and the group that it follows; and `images` of
-    groups that follow no other, where a run keeps them."""
+    all groups of workers, or of none, where a run keeps them."""
 
     step: int
     states: Mapping[str, Any]
-    values: Mapping[str, Callable[[], list[Any]]]
+    values: Mapping[str, Callable[..., list[Any]]]
     random: Mapping[str, Any]
     calls: Mapping[str, Counter[str]]
     versions: Mapping[str, int]
@@ -148,18 +154,19 @@ class Moment:
             sources={name: group.weights_source for name, group in groups},
         )
 
-    def take_images(self, session: Session, parts: RunParts, copies: dict[str, bool]) -> None:
-        """Keep the state of groups that follow no other; `copies` is known by the key of their ranks. Errors:
-        WorkerError of a lost host."""
+    def take_images(self, session: Session, parts: RunParts, layouts: StateLayouts) -> None:
+        """Keep what a checkpoint would have of each group. Errors: WorkerError of a lost host, with no images."""
         session.iterations.held.send()
+        images = dict[str, GroupImages]()
         for name, group in parts.workers.items():
-            if self.sources[name] is None:
-                session.iterations.check_hosts(name, "image", group.ranks.hosts)
-                ranks, settings = group.ranks, None if group.training else dict(group.settings)
-                if ranks.key not in copies:
-                    layout = session.backend.ask(ranks, "state_layout", settings)[0]
-                    copies[ranks.key] = layout is not None and not redundant(ranks, layout)
-                self.images[name] = GroupImages.take(ranks, settings, copies[ranks.key])
+            session.iterations.check_hosts(name, "image", group.ranks.hosts)
+            ranks, settings = group.ranks, dict(group.settings) if self.sources[name] is None else None
+            if (known := (ranks.key, settings is None)) not in layouts:
+                layout = session.backend.ask(ranks, "state_layout", settings)[0]
+                layouts[known] = layout, layout is not None and not redundant(ranks, layout)
+            trained = {call: self.calls[name][call] for call in group.training}
+            images[name] = GroupImages.take(ranks, settings, trained, *layouts[known])
+        self.images.update(images)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.cluster.state_images import Part, StateImage
+from hybridflow.cluster.state_images import ImageHead, Part, StateImage
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, beside_name, check_content
@@ -213,16 +213,17 @@ class Worker:
             return {}, None
         return {WEIGHTS: (self._weights_layout(settings), self.weights_storage())}, None
 
-    def image(self: Any, settings: Mapping[str, Any] | None) -> tuple[StateImage, dict[str, Any] | None]:
-        """What a checkpoint would have of this rank, and the optimizer's counters."""
-        with self.resident() if self.has_tensors else nullcontext():
-            kinds, counters = self._kinds(settings)
+    def image(self: Any, settings: Mapping[str, Any] | None, tensors: bool) -> tuple[StateImage, ImageHead]:
+        """What a checkpoint would have of this rank, with `tensors` if its group has any of them."""
+        with self.resident() if tensors else nullcontext():
+            kinds, counters = self._kinds(settings) if tensors else ({}, None)
             arrays = {  # of copies: memory that numpy has seen cannot be released
                 (kind, region.box): _bits(region.view(tensors[region.storage])).to("cpu", copy=True).numpy()
                 for kind, (layout, tensors) in kinds.items()
                 for region in layout.regions(self.context.rank)
             }
-            return StateImage(arrays, random_state()), counters
+        size, values = sum(array.nbytes for array in arrays.values()), (self.state(),) if has_state(self) else None
+        return StateImage(arrays), ImageHead(size, counters, random=random_state(), values=values)
 
     def state_layout(self: Any, settings: Mapping[str, Any] | None) -> Layout | None:
         """The layout of what an image has, returned by rank 0."""
@@ -231,28 +232,29 @@ class Worker:
             return None if self.context.rank else next((layout for layout, _ in kinds.values()), None)
 
     def take_image(
-        self: Any, settings: Any, counters: dict[str, Any] | None, parts: Sequence[Part] | None, *images: Any
+        self: Any, settings: Any, tensors: bool, head: ImageHead, parts: Sequence[Part] | None, *images: Any
     ) -> None:
-        """Fill this rank's state from `parts` of images (None: all of its own). Collective. Errors: CheckpointError for
-        an image that is lost."""
+        """Fill this rank's state from `parts` of images (None: all of its own) and the head of its own. Collective.
+        Errors: CheckpointError for an image that is lost."""
 
         def fill() -> None:
             if not all(isinstance(image, StateImage) for image in images):
                 raise CheckpointError(f"an image of {self.context.role} was lost with its machine.")
-            kinds, _ = self._kinds(settings)
-            for kind, (layout, tensors) in kinds.items():
+            for kind, (layout, storage) in self._kinds(settings)[0].items() if tensors else ():
                 own = ((region.box, region.box, (region,), 0) for region in layout.regions(self.context.rank))
                 for box, whole, regions, image in own if parts is None else parts:
                     ends = zip(box.start, box.stop, whole.start, strict=True)
                     array = images[image].arrays[kind, whole][tuple(slice(a - at, b - at) for a, b, at in ends)]
                     for region in regions:
-                        _bits(region.view(tensors[region.storage], box)).copy_(torch.tensor(array))
+                        _bits(region.view(storage[region.storage], box)).copy_(torch.tensor(array))
 
-        with self.resident() if self.has_tensors else nullcontext():
+        with self.resident() if tensors else nullcontext():
             agree(self.context, fill, "the images")
-            if parts is None:
-                set_random_state(images[0].random, "an image")
-            self._restored(counters)
+            set_random_state(head.random, "an image")
+            if head.values is not None:
+                self.load_state(head.values[0])
+            if tensors:
+                self._restored(head.counters)
 
     def _restored(self: Any, counters: Mapping[str, Any] | None) -> None:
         if (engine := self.optimizing_engine()) is not None:

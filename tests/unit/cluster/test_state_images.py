@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hybridflow.cluster import state_images
 from hybridflow.cluster.backend import HostProcess, RankCall
@@ -15,6 +16,8 @@ from hybridflow.cluster.state_images import GroupImages, ImageHead, KeptImage, r
 from hybridflow.cluster.weight_channels import Member
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import CheckpointError
+from hybridflow.workers import worker
+from hybridflow.workers.worker import Worker
 
 SHARDED, REPLICATED, HYBRID = (0, 1, 2, 3), (0, 0, 0, 0), (0, 1, 0, 1)
 
@@ -68,9 +71,9 @@ def test_what_no_rank_holds_is_named(shards, left):
         parts(shards, 1, left)
 
 
-def images(*heads: Any) -> GroupImages:
+def images(*heads: Any, calls: dict[str, int]) -> GroupImages:
     kept = [[KeptImage(HostProcess(None, i), i, head)] for i, head in enumerate(heads)]
-    return GroupImages(SimpleNamespace(name="actor"), None, kept)  # type: ignore[arg-type]
+    return GroupImages(SimpleNamespace(name="actor"), None, kept, calls)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -84,11 +87,41 @@ def images(*heads: Any) -> GroupImages:
 def test_images_of_different_steps_are_refused(monkeypatch, other, message):
     monkeypatch.setattr(state_images, "_head", lambda image: image.head)
     good = ImageHead(5, {"steps": 4}, {"update": 2, "generate": 7})
-    assert images(good, good).agreed({"update": 2}) == ImageHead(10, {"steps": 4}, good.calls)
+    assert images(good, good, calls={"update": 2}).agreed() == [good, good]
     with pytest.raises(CheckpointError, match=message):
-        images(good, other).agreed({"update": 2})
+        images(good, other, calls={"update": 2}).agreed()
     with pytest.raises(CheckpointError, match="not of one completed step"):
-        images(good, good).agreed({"update": 3})
+        images(good, good, calls={"update": 3}).agreed()
+
+
+@pytest.mark.parametrize(
+    ("lives", "read"),
+    [
+        ({"a": True, "b": True}, ["own0", "own1"]),
+        ({"a": False, "b": False}, ["own0", "own1"]),  # processes were killed, or one of the machines started anew
+        ({"a": False, "b": True}, ["copy0", "own1"]),  # killed, or started anew
+        ({"a": True, "b": None}, ["own0", "copy1"]),
+    ],
+)
+def test_an_image_is_read_where_a_process_lives_or_else_its_copy(monkeypatch, lives, read):
+    hosts = [HostProcess(None, machine=machine) for machine in "ab"]
+    head = ImageHead(5, None)
+    kept = [[KeptImage(hosts[i], f"own{i}", head), KeptImage(hosts[1 - i], f"copy{i}", head)] for i in range(2)]
+    one = GroupImages(SimpleNamespace(name="actor"), None, kept, {}, layout(SHARDED))  # type: ignore[arg-type]
+    monkeypatch.setattr(state_images, "_head", lambda image: image.head)
+    monkeypatch.setattr(state_images, "_lives", lambda those: lives[those[0].machine])
+    assert [images[0].content for _, images, _ in one.readings()] == read
+    if lives["b"] is None:
+        kept[1].pop()
+        with pytest.raises(CheckpointError, match="rank 1 was lost, with state that no other rank holds"):
+            one.readings()
+
+
+def test_a_lost_rank_without_tensors_needs_its_head_only(monkeypatch):
+    monkeypatch.setattr(state_images, "_head", lambda image: image.head)
+    monkeypatch.setattr(state_images, "_lives", lambda those: None)
+    head = ImageHead(0, None, random={"torch": "state"}, values=({"seen": 3},))
+    assert images(head, calls={}).readings() == [(head, [], [])]
 
 
 class Trained:
@@ -98,22 +131,49 @@ class Trained:
         if fails:
             raise ValueError("mini-batch 3 of 4")
 
-    def image(self, settings: Any) -> tuple[Any, None]:
-        return SimpleNamespace(arrays={}), None
+    def image(self, settings: Any, tensors: bool) -> tuple[str, ImageHead]:
+        return "image", ImageHead(1, None)
 
 
 @pytest.mark.parametrize(("phase", "kept"), [("training", False), ("inference", True)])
 def test_after_an_update_that_failed_a_rank_gives_no_image(phase, kept):
     groups = SimpleNamespace(check=lambda: None)
     member = Member("actor", 0, SimpleNamespace(groups=groups, step=3), worker=Trained())  # type: ignore[arg-type]
-    host = object.__new__(Host)
-    host._members, host._node, host.reader = {"g": member}, "node1", SimpleNamespace(row_number=int)  # type: ignore
-    host._liveness = SimpleNamespace(during=lambda what: nullcontext())  # type: ignore[assignment]
+    host: Any = object.__new__(Host)
+    host._members, host._node, host.reader = {"g": member}, "node1", SimpleNamespace(row_number=int)
+    host._liveness = SimpleNamespace(during=lambda what: nullcontext())
     host._run(member, RankCall(1, "g", "update", {}, (), step=2, phase=phase), {"fails": False})
-    assert host.image("g", None)[1] == ImageHead(0, None, {"update": 1})
+    assert host.image("g", None, True) == ("image", ImageHead(1, None, {"update": 1}))
     for fails in (True, False):  # the update after it does not make up for it
         host._run(member, RankCall(1, "g", "update", {}, (), step=3, phase=phase), {"fails": fails})
-    image, head = host.image("g", None)
+    image, head = host.image("g", None, True)
     assert (image is not None) == kept
     if not kept:
-        assert "update of iteration 3 failed, perhaps halfway: mini-batch 3 of 4" in str(head.error)  # type: ignore
+        assert "update of iteration 3 failed, perhaps halfway: mini-batch 3 of 4" in str(head.error)
+
+
+class Counting(Worker):
+    """A rank without tensors, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.context, self.seen = SimpleNamespace(role="judge"), 0  # type: ignore[assignment]
+
+    def state(self) -> Any:
+        return self.seen
+
+    def load_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def test_the_state_of_a_subclass_and_random_generators_are_in_the_head(monkeypatch):
+    monkeypatch.setattr(worker, "agree", lambda context, check, what: check())
+    rank, other = Counting(), Counting()
+    rank.seen = 3
+    image, head = rank.image(None, False)
+    drawn = torch.rand(2)
+    rank.seen = 4
+    other.take_image(None, False, head, [])  # its machine is gone
+    assert (image.arrays, head.bytes, other.seen) == ({}, 0, 3)
+    assert torch.equal(torch.rand(2), drawn)
+    with pytest.raises(CheckpointError, match="an image of judge was lost"):
+        other.take_image(None, True, head, None, "lost")

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 import hybridflow as hf
+from hybridflow.cluster import iterations
 from hybridflow.cluster.backend import Deadlines, HostProcess, RankGroup, SessionBackend
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.checkpoint.rank_state import random_state
-from hybridflow.errors import CheckpointError, HostLostError, PlacementError
+from hybridflow.errors import CheckpointError, HostLostError, PlacementError, WorkerError
 from hybridflow.protocols.operation import operations, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from hybridflow.run import recovery
+from hybridflow.run import recovery, run_state
 from hybridflow.run.recovery import rebuild, recall, replace_lost
+from hybridflow.run.run_state import Moment, RunParts
+from hybridflow.workers.worker import Worker
 
 
 class Plain:
@@ -151,16 +154,20 @@ def test_without_devices_the_pools_stay_known(session):
 class Images:
     """Images of one group at one moment: of one step, or not."""
 
-    def __init__(self, session: Session, name: str, good: bool = True) -> None:
-        self.ranks, self.good, self.given = session.groups[name].ranks, good, list[Any]()
+    layout = "layout"
 
-    def agreed(self, calls: Any) -> str:
+    def __init__(self, session: Session, name: str, good: bool = True, there: bool = True) -> None:
+        self.ranks, self.good, self.there, self.given = session.groups[name].ranks, good, there, list[Any]()
+
+    def readings(self) -> str:
         if not self.good:
             raise CheckpointError("not of one completed step")
-        return "head"
+        return "readings"
 
-    def give(self, backend: Any, ranks: RankGroup, head: Any) -> str:
-        self.given.append((ranks, head))
+    def give(self, backend: Any, ranks: RankGroup, readings: Any) -> str:
+        self.given.append((ranks, readings))
+        if not self.there:
+            raise CheckpointError("an image of a was lost with its machine")
         return f"{ranks.name}: 5 bytes from memory of node2"
 
 
@@ -178,7 +185,7 @@ def test_the_newest_moment_with_images_of_one_step_is_recalled(session):
     moments = [moment_of(5), moment_of(4, a=bad, b=unequal), moment_of(3, a=good), moment_of(2, a=old)]
     before = set(backend.built["a"].hosts)
     assert recall(session, moments) is moments[2]
-    assert good.given == [(session.groups["a"].ranks, "head")]
+    assert good.given == [(session.groups["a"].ranks, "readings")]
     assert not before & set(backend.built["a"].hosts)  # all hosts are new before anything is given
     assert bad.given == old.given == []
     assert session.groups["a"].weights_version == 1
@@ -196,3 +203,71 @@ def test_without_images_nothing_is_replaced(session):
     moments = [moment_of(5), moment_of(4, a=Images(session, "a", good=False)), moment_of(4, c=moved), closed]
     assert recall(session, moments) is None
     assert backend.built == before
+
+
+def test_where_a_moment_cannot_be_read_an_older_one_is(session, caplog):
+    """A host of a plain class that does not answer is known before anything is replaced, lost images only after."""
+    backend = placed(session)
+
+    def silent(seconds: float) -> list[Any]:
+        raise HostLostError("b does not answer")
+
+    unheard, unread, good = Images(session, "a"), Images(session, "a", there=False), Images(session, "a")
+    moments = [moment_of(5, a=unheard), moment_of(4, a=unread), moment_of(3, a=good)]
+    moments[0].values = {"b": silent}
+    backend.steps = 0
+    assert recall(session, moments) is moments[2]
+    assert backend.steps == STEPS  # hosts were replaced once
+    assert unheard.given == []
+    assert unread.given == good.given
+    assert "after 5 iterations: b does not answer" in caplog.text
+    assert "after 4 iterations: an image of a was lost" in caplog.text
+
+
+class Kept(Worker):
+    @register(ONE_TO_ALL)
+    def work(self) -> None: ...
+
+
+def test_a_moment_without_the_images_of_one_group_is_refused(session, caplog):
+    backend = placed(session)
+    hf.place(Kept, hf.ResourcePool([1]), name="d")
+    moment = moment_of(3, a=Images(session, "a"))
+    moment.calls["d"], before = Counter[str](), dict(backend.built)
+    assert recall(session, [moment]) is None
+    assert backend.built == before
+    assert "d: without images of iteration 3" in caplog.text
+    moment.images["d"] = Images(session, "d")
+    assert recall(session, [moment]) is moment
+
+
+def test_a_lost_host_leaves_a_moment_without_any_image(session, monkeypatch):
+    placed(session)
+    for name in "de":
+        hf.place(Kept, hf.ResourcePool([1]), name=name)
+    taken: Any = SimpleNamespace(take=lambda ranks, *_: Images(session, ranks.name))
+    monkeypatch.setattr(run_state, "GroupImages", taken)
+    monkeypatch.setattr(CountedHosts, "ask", lambda *_: [None], raising=False)
+    parts = RunParts.of(session)
+    moment = Moment.now(session, replace(parts, groups=parts.workers), 3)
+    (host,) = session.groups["e"].ranks.hosts
+    session.iterations.incidents.lost[host.address] = SimpleNamespace()
+    monkeypatch.setattr(iterations, "host_lost", lambda *_: WorkerError("e is lost"))
+    with pytest.raises(WorkerError, match="e is lost"):
+        moment.take_images(session, parts, {})
+    assert moment.images == {}
+    session.iterations.incidents.lost.clear()
+    moment.take_images(session, parts, {})
+    assert {*moment.images} == {"d", "e"}
+
+
+def test_what_is_not_kept_is_a_warning_once_per_reason(tmp_path, session, caplog):
+    for asked, warnings in (
+        (True, ["iteration 1 is not kept in memory: a 1", "iteration 2 is not kept in memory: b"]),
+        (False, []),
+    ):
+        checkpoints = hf.Checkpoints(tmp_path / f"{asked}", in_memory=asked)
+        caplog.clear()
+        for step, reason in ((1, "a 1"), (2, "a 2"), (2, "b"), (3, "a 3")):
+            checkpoints._not_kept(step, CheckpointError(reason))
+        assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == warnings
