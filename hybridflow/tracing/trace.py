@@ -17,6 +17,7 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
+from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.models.hf_spec import Decoder, spec_of_config
 from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
@@ -139,8 +140,8 @@ def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trac
     program.models |= _models(groups, instead)
     trains = {name: group.settings.get("train") for name, group in groups.items()}
     program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
-    waits = {name: group.settings.get("offload") for name, group in groups.items()}
-    program.offload |= {name: asked for name, asked in waits.items() if isinstance(asked, bool)}
+    waits = {name: spec_of(group.worker_class, group.settings).waits for name, group in groups.items()}
+    program.offload |= {name: asked for name, asked in waits.items() if asked is not None}
     program.averaged = frozenset(name for name, group in groups.items() if keeps_average(group.settings))
     return Trace(program.graph(), groups, round(program.rows), backend.sampled, backend.elastic)
 

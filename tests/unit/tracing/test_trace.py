@@ -453,6 +453,7 @@ def test_a_moving_average_on_the_devices_is_in_the_graph(small: Path, own: dict[
     average = hf.trace_spec(hf.ReferenceWorker, model=small / "model", **own)
     graph = hf.trace(step, groups(small) | {"average": average}, prompts={"prompt": ["2+2="] * 3})
     assert graph.averaged == (frozenset({"average"}) if kept else frozenset())
+    assert graph.offload == {"average": not kept}  # and not the actor, which never waits as a whole
 
 
 def test_parameters_that_are_no_group(small: Path):
