@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
@@ -21,7 +22,7 @@ from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.models.hf_spec import Decoder, spec_of_config
 from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
-from hybridflow.planner.describe.graph import Graph, keeps_average
+from hybridflow.planner.describe.graph import Graph, Width, keeps_average
 from hybridflow.settings import require
 from hybridflow.tracing.trace_backend import NoProcessError, SampledRows, TraceBackend, placeholder_columns
 from hybridflow.workers.model_worker import find_checkpoint
@@ -143,7 +144,11 @@ def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trac
     waits = {name: spec_of(group.worker_class, group.settings).waits for name, group in groups.items()}
     program.offload |= {name: asked for name, asked in waits.items() if asked is not None}
     program.averaged = frozenset(name for name, group in groups.items() if keeps_average(group.settings))
-    return Trace(program.graph(), groups, round(program.rows), backend.sampled, backend.elastic)
+    graph = program.graph()
+    for edge in graph.edges:
+        if TEACHER in edge.columns and (model := graph.models[graph.call(edge.source).group]) is not None:
+            program.widths[TEACHER] = Width(response=2 * model.hidden)  # in bfloat16
+    return Trace(graph, groups, round(program.rows), backend.sampled, backend.elastic)
 
 
 def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource]) -> dict[str, Decoder | None]:
