@@ -164,10 +164,10 @@ class HostMonitor:
         """One round: what has come over the connections, then what is due."""
         for key, _ in selector.select(min(_TICK_SECONDS, SAMPLE_SECONDS)):
             watched: _Watched = key.data
-            if watched.open:
-                self._receive(selector, watched)
-            else:
-                self._connected(selector, watched)
+            try:
+                (self._receive if watched.open else self._connected)(selector, watched)
+            except OSError as error:  # of this host's connection alone
+                self._give_up(selector, watched, error)
         with self._lock:
             everyone = list(self._watched.values())
         for key in [key for key in selector.get_map().values() if key.data.done]:
@@ -180,8 +180,11 @@ class HostMonitor:
         self._find_started(selector, [w for w in everyone if w.address is None and not w.done])
         now = time.monotonic()
         for watched in everyone:
-            if now > watched.until:
-                self._give_up(selector, watched, OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+            if now > watched.until and not watched.done:
+                if watched.socket is None:  # the next attempt
+                    self._connect(selector, watched)
+                else:
+                    self._give_up(selector, watched, OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
         if now >= self._sampled + SAMPLE_SECONDS:
             self._sample(now, everyone)
 
@@ -222,8 +225,10 @@ class HostMonitor:
         if code := watched.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._give_up(selector, watched, OSError(code, os.strerror(code)))
             return
-        watched.socket.send(watched.key + WATCH)
-        watched.open = watched.seen = True
+        with self._lock:
+            watched.open = watched.seen = True  # it learns of later losses, too
+            losses = list(self._incidents.lost.values())
+        watched.socket.send(watched.key + WATCH + b"".join(map(_news, losses)))
         watched.until = math.inf
         if watched.away is not None and (seconds := time.monotonic() - watched.away) > _AGAIN_SECONDS:
             logger.warning("%s answers again, after %.1f s", watched, seconds)
@@ -253,7 +258,7 @@ class HostMonitor:
         watched.until = math.inf
         short = watched.away is not None and time.monotonic() < watched.away + self._tolerate
         if short and why.errno not in _REFUSED:  # else its machine is there
-            self._connect(selector, watched)
+            watched.until = time.monotonic() + _TICK_SECONDS
         elif watched.seen:
             self._lose(watched)
         elif not watched.again:  # it may have died before: then Ray gives an error instead of the address
@@ -270,9 +275,9 @@ class HostMonitor:
             if watched.host.address not in self._watched or host.address in self._incidents.lost:
                 return
             watched.done = True
-            self._incidents.lost[host.address] = LostHost(watched.pool, watched.rank, host.node_name, time.time())
-            news = liveness.LOST + json.dumps([watched.pool, watched.rank]).encode() + b"\n"
-            self._news.append((news, [other for other in self._watched.values() if other.open]))
+            lost = LostHost(watched.pool, watched.rank, host.node_name, time.time())
+            self._incidents.lost[host.address] = lost
+            self._news.append((_news(lost), [other for other in self._watched.values() if other.open]))
         logger.error(
             "%s is lost: its process died or its machine is gone. It held %s, whose calls fail from now on. Close the "
             "pool and make a new one.",
@@ -306,6 +311,10 @@ class HostMonitor:
                 with contextlib.suppress(OSError):  # the next round reads the error
                     watched.socket.send(ASK)
                     watched.asked = now
+
+
+def _news(lost: LostHost) -> bytes:
+    return liveness.LOST + json.dumps([lost.pool, lost.rank]).encode() + b"\n"
 
 
 def _disconnect(selector: selectors.BaseSelector, watched: _Watched) -> None:

@@ -39,6 +39,8 @@ class WorkerSpec:
     """Why other groups may not write its weights."""
     shares_stages: bool = False
     """Whether its updates can share pipeline stages with another group's (`engines.time_sharing`)."""
+    waits: bool | None = None
+    """Whether its model is in host memory between calls; None where it cannot be there as a whole."""
     without_generation: Settings = field(default_factory=lambda: {"generate": None})
     """The settings that change in a group that no longer generates."""
     replicas: Mapping[str, tuple[type, Settings]] = field(default_factory=dict)

@@ -12,15 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
+from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.models.hf_spec import Decoder, spec_of_config
 from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
-from hybridflow.planner.describe.graph import Graph, keeps_average
+from hybridflow.planner.describe.graph import Graph, Width, keeps_average
 from hybridflow.settings import require
 from hybridflow.tracing.trace_backend import NoProcessError, SampledRows, TraceBackend, placeholder_columns
 from hybridflow.workers.model_worker import find_checkpoint
@@ -139,10 +141,14 @@ def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trac
     program.models |= _models(groups, instead)
     trains = {name: group.settings.get("train") for name, group in groups.items()}
     program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
-    waits = {name: group.settings.get("offload") for name, group in groups.items()}
-    program.offload |= {name: asked for name, asked in waits.items() if isinstance(asked, bool)}
+    waits = {name: spec_of(group.worker_class, group.settings).waits for name, group in groups.items()}
+    program.offload |= {name: asked for name, asked in waits.items() if asked is not None}
     program.averaged = frozenset(name for name, group in groups.items() if keeps_average(group.settings))
-    return Trace(program.graph(), groups, round(program.rows), backend.sampled, backend.elastic)
+    graph = program.graph()
+    for edge in graph.edges:
+        if TEACHER in edge.columns and (model := graph.models[graph.call(edge.source).group]) is not None:
+            program.widths[TEACHER] = Width(response=2 * model.hidden)  # in bfloat16
+    return Trace(graph, groups, round(program.rows), backend.sampled, backend.elastic)
 
 
 def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource]) -> dict[str, Decoder | None]:

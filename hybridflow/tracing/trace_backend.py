@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
+from hybridflow.algorithms.losses.distillation import TEACHER, TOP_K
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
@@ -216,7 +217,8 @@ class TraceBackend(SessionBackend):
             due *= operation.repeat(ranks.settings, call.settings)
         if call.writes:
             made = placeholder_columns(call.writes, due)
-            self.program.widths |= {name: width for name in call.writes if (width := _width(name, made[name]))}
+            found = {name: _width(name, made[name], call.settings) for name in call.writes}
+            self.program.widths |= {name: width for name, width in found.items() if width}
             ref: Any = write(made, on_driver=True)
         elif ranks.name == HELPER and call.method == "filter_groups":
             with self._not_by_driver():
@@ -415,10 +417,12 @@ def _placeholder_column(name: str, rows: int) -> Column:
     return Ragged.from_lengths(torch.ones(rows, dtype=torch.bool) if name.endswith("_mask") else values, [1] * rows)
 
 
-def _width(name: str, column: Any) -> Width | None:
-    """None where only the engines know it."""
-    if isinstance(column, Objects) or name == "routed_experts":
+def _width(name: str, column: Any, settings: Mapping[str, Any]) -> Width | None:
+    """None where only the engines know it, or the model's sizes tell."""
+    if isinstance(column, Objects) or name in ("routed_experts", TEACHER):
         return None
+    if name in TOP_K[:2]:  # of 4 bytes each
+        return Width(response=4 * settings.get("k", 1))
     if not isinstance(column, Ragged):
         return Width(row=column.element_size())
     each = column.values.element_size()

@@ -80,9 +80,9 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
     offload, overlap = settings["offload"], settings["overlap"]
     good = bucket_mb is None or (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf)
     require(good, f"{worker}(bucket_mb={bucket_mb!r}): give megabytes above 0, or None.")
-    if offload is True:
+    if isinstance(offload, bool):
         require(
-            generate is None and optim is None,
+            not offload or (generate is None and optim is None),
             f"{worker}: offload=True: give several, such as offload=('optimizer',). An actor that generates or trains "
             f"never waits as a whole.",
         )
@@ -154,6 +154,7 @@ class ActorWorker(RowSession, ModelWorker):
     @classmethod
     def worker_spec(cls, settings: Settings) -> WorkerSpec:
         generate, rest = settings["generate"], {**settings, **_WITHOUT_GENERATION}
+        idle, offload = generate is None and settings.get("optim") is None, settings.get("offload")
         spec = super().worker_spec({**rest, "offload": False})
         replicas = dict(spec.replicas)
         if generate is not None and not spec.fixed and cls.generate_sequences is ActorWorker.generate_sequences:
@@ -163,6 +164,7 @@ class ActorWorker(RowSession, ModelWorker):
             spec,
             grid=lambda devices: _with_generation(cls.role, spec.grid(devices), generate),
             check=partial(_check, cls.__name__, settings, spec),
+            waits=offload if idle and isinstance(offload, bool) else None,
             without_generation=_WITHOUT_GENERATION,
             replicas=replicas,
             resolve=partial(_with_routing, spec.resolve),

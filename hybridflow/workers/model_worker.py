@@ -224,6 +224,7 @@ class ModelWorker(Worker):
             layout=lambda grid: backend(train, "layout").weights_layout(train, model(), grid),
             fixed=fixed if lora is not None else "",
             shares_stages=isinstance(train, Megatron) and settings.get("optim") is not None,
+            waits=settings.get("offload"),
             replicas={} if lora is not None else dict.fromkeys(_ELSEWHERE, (cls, {**settings, **idle})),
         )
 

@@ -57,6 +57,7 @@ class RolloutWorker(RowSession, Worker):
             check=check,
             model=model,
             layout=lambda grid: _layout(model(), grid.generation()),
+            waits=settings.get("offload"),
         )
 
     def runtime_layout(self) -> Layout:

@@ -277,12 +277,14 @@ class Costs:
 
     def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
         """Seconds of two training calls that share the pipeline stages of `plan` (`hf.together`): those of one after
-        the other, less what filling each other's bubbles saves. With one stage, nothing is saved."""
+        the other, less what filling each other's bubbles saves. Nothing with one stage, or where one of the models
+        comes from host memory: there is room for one at a time."""
         calls = [self.graph.call(name) for name in (first, second)]
         for call in calls:
             require(call.kind == "training", f"{call.name} does not train: only updates share pipeline stages.")
         serial, p = sum(self.cost(call.name, plan).seconds for call in calls), plan.parallel.p
-        contexts = [c for call in calls if (c := self.context(call.group, plan, call.kind)) and c.backend.pipeline]
+        here = [self.context(call.group, plan, call.kind) for call in calls if call.group not in self.away]
+        contexts = [context for context in here if context is not None and context.backend.pipeline]
         if p == 1 or calls[0].group == calls[1].group or len(contexts) < 2:
             return serial
         given = [(self.workload.rows * call.rows, *self.minibatches(call)) for call in calls]
@@ -454,7 +456,7 @@ class Costs:
         found = {name: seconds for name, (seconds, _, _) in self._priced(plan).items()}
         for first, second in self.updates:
             if (at := plan[first]) == plan[second]:
-                key = ("together", first, second, at.parallel, self.shape(at.mesh))
+                key = ("together", first, second, at.parallel, self.shape(at.mesh), self.away)
                 found[second] = self._known.once(key, partial(self.cost_together, first, second, at)) - found[first]
         for read in (read for read in self.reads if read.reader in found):
             there = plan[read.writer].mesh if read.writer in plan else CONTROLLER

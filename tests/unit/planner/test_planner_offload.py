@@ -51,6 +51,19 @@ def test_a_model_that_waits_leaves_its_memory_to_others():
     assert away.timeline(plans).per_iteration < here.timeline(plans).per_iteration  # generation has a larger KV cache
 
 
+def test_updates_share_no_stages_where_one_of_the_models_waits():
+    graph, shared = ppo_of(LLAMA_13B, LLAMA_13B), replace(WORK, time_sharing=True)
+    graph, at = replace(graph, offload={"critic": False}), CallPlan(Mesh.of(0, 8), Parallel(8, 1, 1))
+    here = Costs(ClusterSpec.of(NODE), graph, shared)
+    (first, second), plans = here.updates[0], {call.name: at for call in here.calls}
+    together = here.seconds(plans)
+    assert together[first] + together[second] < here.cost(first, at).seconds + here.cost(second, at).seconds
+    away = here.offloading(["critic"])  # which has the answers of `here`
+    alone = away.seconds(plans)
+    assert alone[first] == pytest.approx(away.cost(first, at).seconds)
+    assert alone[second] == pytest.approx(away.cost(second, at).seconds)
+
+
 def test_a_plan_that_does_not_fit_sends_models_to_the_host():
     with pytest.raises(PlacementError, match=r"1\.5 GiB a device are missing"):
         plan(replace(LOOP, offload={}), NODE, WORK, budget_s=1, share_rows=False)

@@ -445,6 +445,25 @@ def test_groups_as_one_parameter_and_prompts_of_ones_own(small: Path):
     assert graph.trained == frozenset()
 
 
+def test_what_teachers_write_takes_its_bytes(small: Path):
+    def step(groups, records):
+        batch = groups.actor.generate_sequences(records)
+        top = groups.average.compute_ref_top_k(batch, k=16)
+        groups.own.read(top | groups.average.compute_ref_hidden_states(batch))
+
+    class Reads(hf.Worker):
+        @hf.register(hf.DP_PROTO, reads=("ref_hidden_states", "ref_top_ids", "ref_top_log_probs"), kind="inference")
+        def read(self, batch: hf.Batch) -> None: ...
+
+    average = hf.trace_spec(hf.ReferenceWorker, model=small / "model")
+    given = groups(small) | {"average": average, "own": hf.trace_spec(Reads)}
+    graph = hf.trace(step, given, prompts={"prompt": ["2+2="] * 3})
+    assert (model := graph.models["average"]) is not None
+    assert graph.widths["ref_hidden_states"] == (0, 2 * model.hidden, 0)
+    assert graph.widths["ref_top_ids"] == graph.widths["ref_top_log_probs"] == (0, 4 * 16, 0)
+    assert graph.widths["ref_tail_log_probs"] == (0, 4, 0)
+
+
 @pytest.mark.parametrize(("own", "kept"), [({"ema_decay": 0.9}, True), ({"ema_decay": 0.9, "offload": True}, False)])
 def test_a_moving_average_on_the_devices_is_in_the_graph(small: Path, own: dict[str, Any], kept: bool):
     def step(groups, records):
@@ -453,6 +472,7 @@ def test_a_moving_average_on_the_devices_is_in_the_graph(small: Path, own: dict[
     average = hf.trace_spec(hf.ReferenceWorker, model=small / "model", **own)
     graph = hf.trace(step, groups(small) | {"average": average}, prompts={"prompt": ["2+2="] * 3})
     assert graph.averaged == (frozenset({"average"}) if kept else frozenset())
+    assert graph.offload == {"average": not kept}  # and not the actor, which never waits as a whole
 
 
 def test_parameters_that_are_no_group(small: Path):

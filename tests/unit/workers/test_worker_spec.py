@@ -58,6 +58,14 @@ def test_a_subclass_changes_what_it_wants_to():
     assert base.replicas["inference"][1] == {**EVERY[hf.CriticWorker], "optim": None, "offload": True}
 
 
+def test_actors_that_train_or_generate_never_wait_as_a_whole():
+    idle = {**EVERY[hf.ActorWorker], "optim": None, "generate": None, "offload": True}
+    assert [spec_of(worker, own).waits for worker, own in EVERY.items()] == [None, False, False, False]
+    assert spec_of(hf.ActorWorker, idle).waits is True
+    for own in ({"optim": hf.Adam(lr=1e-5)}, {"generate": hf.VLLM()}):
+        assert spec_of(hf.ActorWorker, {**idle, **own, "offload": False}).waits is None
+
+
 def test_an_actor_that_no_longer_generates_has_no_settings_of_generation():
     settings = EVERY[hf.ActorWorker]
     spec = spec_of(hf.ActorWorker, settings)
