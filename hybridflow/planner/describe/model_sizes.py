@@ -11,12 +11,14 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from hybridflow.errors import ModelError
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import even_bounds
 
 _EXPERTS = re.compile(r"\.experts\.")
-_ATTENTION = re.compile(r"att(ention|n)|mixer", re.IGNORECASE)
+_WITHOUT_KEYS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe")
+_ATTENTION = re.compile(r"att(ention|n)|mixer|temporal", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def _read(model: TransformersSpec) -> Sizes:
     """From the tensors of the checkpoint: of matrices in layers, experts are those that lie in a parameter with an axis
     for them."""
     config, of_layer = hf_config(model.config), re.compile(re.escape(model.layer_list) + r"\.(\d+)\.")
-    stacked = {name for part in model.parts.values() if len(part.shape) == 3 for name in part.tensors}
+    mixture = _mixture(config)  # other tensors with three axes are convolutions
+    whole = [part for part in model.parts.values() if len(part.shape) == 3 and part.shape[0] == mixture["experts"]]
+    stacked = {name for part in whole for name in part.tensors}
     count, elements, routed = Counter[str](), [0] * model.layers, [0] * model.layers
     for name, shape in model.shapes.items():
         if (at := of_layer.match(name)) is None:
@@ -144,14 +148,17 @@ def _read(model: TransformersSpec) -> Sizes:
             continue
         number, size = int(at[1]), prod(shape)
         elements[number] += size
-        if name in stacked or len(shape) == 3 or _EXPERTS.search(name):
+        if name in stacked or (len(shape) == 3 and shape[0] == mixture["experts"]) or _EXPERTS.search(name):
             routed[number] += size
             count["experts"] += size if len(shape) > 1 else 0
         elif len(shape) == 2:
             count["attention" if _ATTENTION.search(name.removeprefix(at[0])) else "mlp"] += size
+    if any(routed) and not mixture["experts"]:
+        raise ModelError(f"{model.family} has experts, and its config does not say how many: it cannot be planned yet.")
     hidden, layers, total = model.hidden, model.layers, model.num_parameters
     heads, get = model.heads, lambda name: getattr(config, name, None) or 0
     width = get("head_dim") or (get("qk_nope_head_dim") + get("qk_rope_head_dim")) or hidden // heads
+    width *= _attending(config)  # the mean of all layers
     queries, kv_heads, head_dim, latent = heads * width, model.kv_heads, width, 0.0
     if cached := latent_size(model):
         both = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim") + get("v_head_dim"))
@@ -175,7 +182,8 @@ def _read(model: TransformersSpec) -> Sizes:
         latent=latent,
         expert=count["experts"] / layers,
         each=tuple(zip(elements, routed, strict=True)) if any(routed) else (),
-        **_mixture(config, sum(map(bool, routed)), layers),
+        sparse=sum(map(bool, routed)) / layers,
+        **(mixture if any(routed) else {}),
     )
 
 
@@ -187,12 +195,16 @@ def _windows(config: Any, layers: int) -> tuple[tuple[int | None, float], ...]:
     return tuple(one for one in ((window, sliding), (None, 1.0 - sliding)) if one[1])
 
 
-def _mixture(config: Any, sparse: int, layers: int) -> dict[str, Any]:
+def _attending(config: Any) -> float:
+    """The share of the layers that have keys; where none has, one: what a row keeps is never nothing."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""]
+    return max(1, sum(kind not in _WITHOUT_KEYS for kind in kinds)) / len(kinds)
+
+
+def _mixture(config: Any) -> dict[str, Any]:
     """Of a config that calls its experts as families do: their number, how many a token meets, columns of each."""
-    if not sparse:
-        return {}
     first = lambda *names: next((found for name in names if (found := getattr(config, name, None))), 0)  # noqa: E731
-    experts = first("num_experts", "num_local_experts", "n_routed_experts")
-    chosen = first("num_experts_per_tok", "top_k_experts", "moe_k") or experts
+    experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    chosen = first("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk") or experts
     columns = first("moe_intermediate_size", "intermediate_size")
-    return {"experts": experts, "chosen": chosen, "columns": columns, "sparse": sparse / layers}
+    return {"experts": experts, "chosen": chosen, "columns": columns}

@@ -97,6 +97,15 @@ def test_arithmetic_is_what_torch_counts(name):
     assert counted.get_total_flops() == pytest.approx(priced, rel=0.02)
 
 
+def test_layers_of_other_kinds_have_neither_keys_nor_experts():
+    jamba, recurrent, aria = (Sizes.of(spec(name)) for name in ("jamba", "recurrent_gemma", "aria_text"))
+    assert (jamba.experts, jamba.sparse) == (6, pytest.approx(1 / 3))  # no convolution is one
+    assert (recurrent.expert, recurrent.each) == (0, ())
+    assert jamba.keys_on(1) == pytest.approx(spec("jamba").kv_heads * 32 / spec("jamba").heads / 3)
+    assert min(size.attention for size in (jamba, recurrent, aria)) > 0
+    assert (aria.experts, aria.chosen, aria.sparse) == (6, 2, 1)
+
+
 def test_windows_and_latent_caches_are_counted():
     size = Sizes.of(spec("gemma2-more"))
     assert size.seen(9) == pytest.approx(5 * 2 / 3 + 9 / 3)
