@@ -65,7 +65,9 @@ class HostImages:
         stale = {key: tensor for key, tensor in tensors.items() if key not in self._same}
         for key, tensor in stale.items():
             if key not in self._images:
-                self._images[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+                pin = tensor.device.type == "cuda"
+                raw = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+                self._images[key] = raw.view(tensor.dtype).view(tensor.shape)
             self._images[key].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in stale.values()}:
             settle(device)

@@ -246,7 +246,7 @@ def test_peers_of_a_lost_rank_do_not_wait_for_it(cluster, batch, where):
             until(lambda: str(liveness.ask(hosts[0].address)) == "idle")
 
 
-def until(found: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(found: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < end
