@@ -146,13 +146,19 @@ class FlatShards:
         if self.separate and (mine := [name for name in names if name in self.main]):
             mains = [self.main[name] for name in mine]
             torch._foreach_copy_([self._own[name] for name in mine], mains, non_blocking=True)
-        works: list[Any] = [
-            dist.all_gather_single(buffer, share, group=group, async_op=True)
-            for unit, group, buffer, share in self._trained
-            if group.size() > 1 and not unit.parameters.keys().isdisjoint(names)
-        ]
-        for work in works:
-            work.wait()
+        works, errors = list[Any](), list[RuntimeError]()
+        try:
+            for unit, group, buffer, share in self._trained:
+                if group.size() > 1 and not unit.parameters.keys().isdisjoint(names):
+                    works.append(dist.all_gather_single(buffer, share, group=group, async_op=True))
+        finally:
+            for work in works:  # all of them: threads of gloo write into memory that an error may free
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     @torch.no_grad()
     def parameters_changed(self) -> None:
