@@ -218,8 +218,8 @@ class Worker:
         with self.resident() if tensors else nullcontext():
             kinds, counters = self._kinds(settings) if tensors else ({}, None)
             arrays = {  # of copies: memory that numpy has seen cannot be released
-                (kind, region.box): _bits(region.view(tensors[region.storage])).to("cpu", copy=True).numpy()
-                for kind, (layout, tensors) in kinds.items()
+                (kind, region.box): _bits(region.view(storage[region.storage])).to("cpu", copy=True).numpy()
+                for kind, (layout, storage) in kinds.items()
                 for region in layout.regions(self.context.rank)
             }
         size, values = sum(array.nbytes for array in arrays.values()), (self.state(),) if has_state(self) else None

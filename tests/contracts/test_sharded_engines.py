@@ -219,21 +219,11 @@ def test_all_ranks_refuse_to_save_weights_that_are_not_finite_on_any(processes, 
 
 @pairs
 @pytest.mark.parametrize("name", FEW)
-def test_memory_of_layers_is_released_and_comes_back(processes, models, name, dtype, optimizer):
+@pytest.mark.parametrize("task", [state_tasks.released_and_restored, state_tasks.copied])
+def test_memory_comes_back_and_only_what_changed_is_copied(processes, models, task, name, dtype, optimizer):
     strategy, sizes = CASES[name]
     strategy = type(strategy)(**{**vars(strategy), "dtype": dtype})
-    args = (processes.name(), strategy, count(sizes), models["qwen3-tied", "lm"], optimizer)
-    processes.run(4, state_tasks.released_and_restored, *args)
-
-
-@pytest.mark.thinned(4)
-@pairs
-@pytest.mark.parametrize("name", FEW)
-def test_only_what_changed_is_copied_to_host_memory(processes, models, name, dtype, optimizer):
-    strategy, sizes = CASES[name]
-    strategy = type(strategy)(**{**vars(strategy), "dtype": dtype})
-    args = (processes.name(), strategy, count(sizes), models["qwen3-tied", "lm"], optimizer)
-    processes.run(4, state_tasks.copied, *args)
+    processes.run(4, task, processes.name(), strategy, count(sizes), models["qwen3-tied", "lm"], optimizer)
 
 
 @pairs
