@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hybridflow.models.hf_spec import Decoder, TransformersSpec, read_spec
 from tests.contracts import lora_tasks as tasks
 from tests.contracts.any_model_tasks import reference, tensors
 from tests.contracts.example_models import VOCABULARY, load_model, loss_of, make_batch, relative, totals_of
+from tests.contracts.family_cases import MEGATRON_CASES, spread
 from tests.contracts.train_contract import whole
 
 RANK, ALPHA, LR, STEPS = 2, 3, 0.05, 2
@@ -58,12 +60,17 @@ def make(name: str, path: Path) -> tuple[Path, Path]:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path / "model")
-    shapes = adapter_tensors(read_spec(path / "model", "lm"), LoRA(rank=RANK))
+    return path / "model", make_adapters(path / "model", path / "adapters")
+
+
+def make_adapters(model: Path, directory: Path) -> Path:
+    """Random adapters of all linear layers."""
+    shapes = adapter_tensors(read_spec(model, "lm"), LoRA(rank=RANK))
     start = {f"base_model.model.{key}": torch.randn(shape) * 0.2 for key, shape in shapes.items()}
-    (path / "adapters").mkdir()
-    save_file(start, path / "adapters" / "adapter_model.safetensors")
-    (path / "adapters" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    return path / "model", path / "adapters"
+    directory.mkdir()
+    save_file(start, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    return directory
 
 
 def by_equation(path: Path, adapters: Path, spec: Decoder) -> dict[str, Any]:
@@ -98,14 +105,25 @@ def merged(weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dic
 @pytest.mark.parametrize(("name", "ep"), [*((name, 1) for name in FAMILIES), ("qwen3_moe", 2)])
 def test_adapters_of_decoders_with_experts(processes, tmp_path, name, ep):
     path, adapters = make(name, tmp_path)
-    lora = LoRA(rank=RANK, alpha=ALPHA, start=str(adapters))
-    strategy = FSDP(lora=lora, ep=ep, micro_tokens=40)
-    spec = read_spec(path, "lm")
-    assert len(modules(spec, lora)) == LINEAR[name]
-    save = tmp_path / "save"
+    assert len(modules(read_spec(path, "lm"), LoRA())) == LINEAR[name]
+    assert_trains(processes, FSDP(ep=ep, micro_tokens=40), 2, path, adapters, tmp_path / "save")
+
+
+@pytest.mark.thinned(10)
+@pytest.mark.parametrize(("name", "grid"), sorted(spread(MEGATRON_CASES, each=2)))
+def test_adapters_of_every_family_on_megatron(processes, family, tmp_path, name, grid):
+    """Also of tensors that hold several matrices, of norms behind a layer, and of layers that ranks have whole."""
+    path, strategy = family(name)[0], replace(MEGATRON_CASES[name, grid], micro_tokens=40)
+    adapters, (p, t) = make_adapters(path, tmp_path / "adapters"), (strategy.pp, strategy.tp)
+    size = p * t * (strategy.dp or 1) * strategy.cp
+    assert_trains(processes, strategy, size, path, adapters, tmp_path / "save")
+
+
+def assert_trains(processes, strategy: Any, size: int, path: Path, adapters: Path, save: Path) -> None:
+    lora, spec = LoRA(rank=RANK, alpha=ALPHA, start=str(adapters)), read_spec(path, "lm")
     save.mkdir()
-    args = (processes.name(), strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), STEPS, save)
-    found, want = processes.run(2, tasks.updates, *args), by_equation(path, adapters, spec)
+    args = (processes.name(), replace(strategy, lora=lora), size, path, "lm", SGD(lr=LR, clip_grad=0.0), STEPS, save)
+    found, want = processes.run(size, tasks.updates, *args), by_equation(path, adapters, spec)
     assert found[0]["norms"] == pytest.approx(want["norms"], rel=1e-5)
     trained = whole([part["adapters"] for part in found], adapter_tensors(spec, lora))
     assert relative(trained, want["adapters"]) < 1e-5

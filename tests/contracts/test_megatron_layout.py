@@ -200,7 +200,6 @@ def test_state_of_experts_is_owned_once(grid):
         ),
         ({}, Megatron(cp=3, dp=1), "cp=3 ranks cannot share. Use cp in"),
         ({}, Megatron(cp=2, packed=False), "cp=2 cuts packed rows"),
-        ({}, Megatron(lora=LoRA()), "trains adapters of Llama"),
     ],
 )
 def test_models_that_are_not_computed_are_refused(changes, strategy, says):

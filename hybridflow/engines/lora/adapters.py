@@ -125,7 +125,7 @@ class Adapters:
             weight_oi = region.view(self._weights[region.storage])
             copy = torch.empty(weight_oi.shape, dtype=weight_oi.dtype, device="cpu", pin_memory=weight_oi.is_cuda)
             kept[region] = copy.copy_(weight_oi)
-            (held,) = self._adapters[b]
+            held = next(own for own in self._adapters[b] if own.box.start[0] <= first and last <= own.box.stop[0])
             b_or = held.view(self.storage[held.storage], Box(b, (first, 0), (last, self.lora.rank)))
             change_oi = (b_or @ a_rI[:, left:right].to(b_or.device)) * (self.lora.alpha / self.lora.rank)
             weight_oi.copy_(weight_oi.float() + change_oi.to(weight_oi.device))  # rounded once, where W has 16 bits

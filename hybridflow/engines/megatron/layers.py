@@ -121,15 +121,16 @@ class _AllSum(torch.autograd.Function):
 
 class LayerOutput(RowParallelLinear):
     """What attention or MLP adds to the residual stream: normalised where the architecture has a norm behind it, and
-    times `scale`."""
+    times `scale`, in a hook, before which adapters add their own."""
 
     def __init__(self, *args: Any, config: Any, normed: bool, scale: float, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
         self.scale = scale
         self.post_layernorm = RMSNorm(config, self.output_size, config.layernorm_epsilon) if normed else None
+        self.register_forward_hook(LayerOutput._finish)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        out, bias = super().forward(input_)
+    def _finish(self, args: tuple, given: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        out, bias = given
         out = out if self.post_layernorm is None else self.post_layernorm(out)
         return out if self.scale == 1.0 else out * self.scale, bias
 

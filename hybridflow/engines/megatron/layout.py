@@ -28,7 +28,7 @@ from hybridflow.engines.units import Unit, owned_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.architecture import Experts, architecture
 from hybridflow.models.hf_spec import Decoder, check_shared_heads
-from hybridflow.models.spec import ModelSpec, Part
+from hybridflow.models.spec import Part
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 
@@ -59,8 +59,6 @@ def check(strategy: Megatron, spec: Decoder, grid: RankGrid, role: str = "the mo
     _check_tensors(spec)
     if (lora := strategy.lora) is None:
         return
-    if not isinstance(spec, ModelSpec):
-        raise ModelError(f"{role}: Megatron trains adapters of Llama, Qwen2, Qwen3 and Mistral. Use FSDP(lora=...).")
     modules(spec, lora)
     require(
         grid.t == 1 or not lora.dropout,
@@ -115,7 +113,6 @@ def trained_layout(strategy: Megatron, spec: Decoder, grid: RankGrid) -> Layout:
     weights = weights_layout(strategy, spec, grid)
     if strategy.lora is None:
         return weights
-    assert isinstance(spec, ModelSpec), "refused by check"
     return adapter_layout(weights, spec, strategy.lora, grid)
 
 

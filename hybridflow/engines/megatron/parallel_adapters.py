@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -31,7 +31,9 @@ from torch import Tensor, nn
 
 from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Layout, Region
-from hybridflow.engines.megatron.adapter_layout import CHILD
+from hybridflow.engines.megatron.adapter_layout import CHILD, shape_of
+from hybridflow.engines.megatron.layers import LayerOutput, Replicated
+from hybridflow.errors import ModelError
 
 
 def add_adapters(
@@ -40,15 +42,14 @@ def add_adapters(
     """Give the linear layers of this rank's stage their adapters of `layout`, undefined, and freeze all but these and a
     value head."""
     model.requires_grad_(False)
-    shapes = {region.storage: region.box.shape for region in layout.regions(rank)}
-    sequence_parallel = model.config.sequence_parallel
+    held, sequence_parallel = layout.storages(rank), model.config.sequence_parallel
     found = []
     for storage, regions in weights.storages(rank).items():
-        if storage in shapes:  # a value head
+        if storage in held:  # a value head
             model.get_submodule(storage.removesuffix(".weight")).float().requires_grad_(trains)
             continue
         prefix = f"{storage.removesuffix('.weight')}.{CHILD}."
-        own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+        own = {name.removeprefix(prefix): found for name, found in held.items() if name.startswith(prefix)}
         if own:
             linear: Any = model.get_submodule(storage.removesuffix(".weight"))
             found.append(ParallelAdapters(linear, regions, own, lora, group, sequence_parallel))
@@ -58,40 +59,54 @@ def add_adapters(
     return found
 
 
-class ParallelAdapters(nn.Module):
-    """The adapters of a `linear` layer, whose output gets their own added; a child of it.
+_CUT = {ColumnParallelLinear: "lora_B", RowParallelLinear: "lora_A", LayerOutput: "lora_A", Replicated: ""}
+"""By the kind of a layer, which of its adapters' matrices tensor parallel ranks have parts of."""
 
-    `regions` are the rows of its weight, `shapes` those of the adapters' parameters on this rank, by name.
+
+class ParallelAdapters(nn.Module):
+    """The adapters of a `linear` layer, whose output gets their own added before anything else is done to it; a child
+    of it. All of a `Replicated` layer's are whole on all tensor parallel ranks, and nothing is exchanged.
+
+    `regions` are the rows of its weight, `own` the regions of the adapters' parameters on this rank, by name.
     """
 
     def __init__(
         self,
         linear: nn.Module,
         regions: Sequence[Region],
-        shapes: Mapping[str, tuple[int, ...]],
+        own: Mapping[str, Sequence[Region]],
         lora: LoRA,
         group: dist.ProcessGroup,
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        self._group, self._by_rows, self._shared = group, isinstance(linear, RowParallelLinear), sequence_parallel
+        if type(linear) not in _CUT:
+            raise ModelError(
+                f"Megatron has no adapters for {regions[0].box.tensor}. Name other targets in LoRA(targets=)."
+            )
+        self._group, self._cut, self._shared = group, _CUT[type(linear)], sequence_parallel
         self._scale, self._on = lora.alpha / lora.rank, True
         self._dropout = nn.Dropout(lora.dropout)
-        self._names = list(dict.fromkeys(name.partition(".")[0] for name in shapes))
-        for path, shape in shapes.items():
-            self._add(path, shape)
-        rows = [(r.box.tensor.split(".")[-2], *r.box.rows) for r in sorted(regions, key=lambda region: region.offset)]
-        first = {name: min(start for other, start, _ in rows if other == name) for name, *_ in rows}
-        # of each slice of the layer's output: whose it is, and which rows of that adapter give it
-        self._slices = [(name, start - first[name], stop - first[name]) for name, start, stop in rows]
+        self._names = list(dict.fromkeys(name.partition(".")[0] for name in own))
+        for path, parts in own.items():
+            self._add(path, shape_of(parts))
+        # of each slice of the layer's output: whose it is, and which rows of that adapter on this rank give it
+        self._slices = list[tuple[str, int, int]]()
+        for region in sorted(regions, key=lambda region: region.offset):
+            name, (start, stop) = region.box.tensor.split(".")[-2], region.box.rows
+            parts = own.get(f"{name}.lora_B.weight", regions)
+            at = next(
+                part.offset[0] - part.box.start[0] for part in parts if part.box.start[0] <= start < part.box.stop[0]
+            )
+            self._slices.append((name, start + at, stop + at))
         linear.add_module(CHILD, self)
-        linear.register_forward_hook(self._beside)
+        linear.register_forward_hook(self._beside, prepend=True)
 
     def _add(self, path: str, shape: tuple[int, ...]) -> None:
         """The parameter of a path such as `q_proj.lora_A.weight`."""
         parameter: Any = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-        if ("lora_A" in path) == self._by_rows:
-            set_tensor_model_parallel_attributes(parameter, True, int(self._by_rows), 1)
+        if self._cut in path.split("."):
+            set_tensor_model_parallel_attributes(parameter, True, int(self._cut == "lora_A"), 1)
         else:
             parameter.sequence_parallel = self._shared
         module: nn.Module = self
@@ -106,8 +121,10 @@ class ParallelAdapters(nn.Module):
         """As of peft's layers: with 0 the layer computes without its adapters."""
         self._on = bool(scale)
 
-    def _beside(self, linear: nn.Module, args: tuple, output: tuple[Tensor, Tensor | None]) -> tuple:
-        return (output[0] + self(args[0]), output[1]) if self._on else output
+    def _beside(self, linear: nn.Module, args: tuple, output: Any) -> Any:
+        if not self._on:
+            return output
+        return output + self(args[0]) if isinstance(output, Tensor) else (output[0] + self(args[0]), output[1])
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, b, I] -> [S, b, O]"""
@@ -129,9 +146,9 @@ class ParallelAdapters(nn.Module):
 
     def _exchange(self, thin: Tensor) -> Tensor:
         """[S, b, n r]: what all tensor parallel ranks have computed, of the positions that B takes."""
-        if self._group.size() == 1:
+        if self._group.size() == 1 or not self._cut:
             return thin
-        if self._by_rows:
+        if self._cut == "lora_A":
             reduce = (
                 reduce_scatter_to_sequence_parallel_region if self._shared else reduce_from_tensor_model_parallel_region
             )

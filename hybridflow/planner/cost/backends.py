@@ -80,8 +80,6 @@ class Backend:
         if isinstance(model, ModelSpec) and (sizes.p > model.layers or not model.divides(sizes.t)):
             model.check_parallel(sizes.p, sizes.t, role)
         if not self.of_transformers:
-            if self.lora is not None and not plain:
-                raise ModelError(f"{role}: Megatron has adapters for models with a ModelSpec only. Use FSDP(lora=...).")
             if not plain or sizes.ep > 1:
                 architecture(model).check_parallel(sizes.p, sizes.t, role)
                 architecture(model).check_experts(sizes.ep, sizes.columns, role)
@@ -149,14 +147,15 @@ def adapters(model: Decoder, lora: LoRA, t: int = 1, shares: int = 1) -> tuple[f
     """Of a decoder layer on one of `t` tensor parallel ranks, `shares` of which share the sequence, on average over the
     layers: elements of its adapters, columns that these read and write per token, and columns between A and B.
 
-    The side that is cut is never the hidden one. Errors: ConfigError for a target that is no linear layer of the
-    model."""
+    The side that is cut is never the hidden one, and of latent attention's the larger one. Errors: ConfigError for a
+    target that is no linear layer of the model."""
     tensors = (tensor for layer in range(model.layers) for tensor in model.layer_tensors(layer).items())
     linear = [(name.removesuffix(".weight"), shape) for name, shape in tensors if len(shape) == 2]
     for target in lora.targets:
         if not any(lora.matches(target, name) for name, _ in linear):
             known = dict.fromkeys(name.rpartition(".")[2] for name, _ in linear)
             raise ConfigError(f"LoRA: {target!r} matches no linear layer of this model.{nearest(target, known)}")
-    adapted = [sum(shape) - model.hidden for name, shape in linear if lora.adapts(name)]
-    hidden, cut = model.hidden * len(adapted) / model.layers, sum(adapted) / t / model.layers
-    return lora.rank * (hidden + cut), hidden / shares + cut, lora.rank * len(adapted) / model.layers
+    adapted = [shape for name, shape in linear if lora.adapts(name)]
+    whole = sum(model.hidden if model.hidden in shape else min(shape) for shape in adapted) / model.layers
+    cut = (sum(map(sum, adapted)) / model.layers - whole) / t
+    return lora.rank * (whole + cut), whole / shares + cut, lora.rank * len(adapted) / model.layers

@@ -16,6 +16,7 @@ from hybridflow.engines.lora.targets import adapter_tensors
 from hybridflow.engines.megatron.layout import trained_layout
 from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.errors import ConfigError, ModelError, PlacementError
+from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.backends import Backend, adapters
 from hybridflow.planner.cost.costs import Costs
@@ -23,6 +24,7 @@ from hybridflow.planner.cost.device_memory import saved_activations
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
+from tests.contracts import family_cases
 
 MODEL = ModelSpec(
     family="llama", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, vocab=128256
@@ -77,6 +79,13 @@ def test_adapters_have_the_elements_that_are_trained(targets):
     assert adapters(MODEL, lora)[0] * MODEL.layers == elements
     found = simulator(FSDP(lora=lora)).static("actor", at(FSDP(lora=lora)))
     assert found == pytest.approx((2 * MODEL.num_parameters + 16 * elements) / 16)
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen2_moe", "deepseek_v3"])
+def test_adapters_of_other_families_have_the_elements_that_are_trained(family):
+    model = TransformersSpec.of(family_cases.config(family).to_dict())
+    elements = sum(a * b for a, b in adapter_tensors(model, LoRA(rank=8)).values())
+    assert adapters(model, LoRA(rank=8))[0] * model.layers == pytest.approx(elements, rel=1e-12)
 
 
 @pytest.mark.parametrize("strategy", [Megatron(), Megatron(tp=2), Megatron(pp=4), Megatron(tp=4, pp=2)], ids=str)
