@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.config import LoRA, Megatron
+from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Region
 from hybridflow.engines.megatron.layout import check, megatron_layout, padded_vocab, stages, state_layout, units
 from hybridflow.errors import ModelError, PlacementError
