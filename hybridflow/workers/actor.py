@@ -190,6 +190,7 @@ class ActorWorker(RowSession, ModelWorker):
         self._teacher = TeacherHead(self.context, teacher)
         self._bucket_bytes = None if bucket_mb is None else int(bucket_mb * 1e6)
         self.strategy, self._overlap, self._mismatch = generate, overlap, mismatch
+        self._measured: dict[str, float] = {}  # for the metrics of the next update
         self._offload: Collection[Offloaded] = () if isinstance(offload, bool) else offload
         if not self.context.uninitialized:
             self.open_generation()
@@ -286,21 +287,17 @@ class ActorWorker(RowSession, ModelWorker):
         return found
 
     def _compare(self, batch: Batch, found: Batch | None) -> None:
-        """`hf.Mismatch` for rows of the present weights and what training has `found`; alike on all ranks."""
-        limits, context, own = self._mismatch, self.context, list[tuple[float, int, list[tuple[float, int]]]]()
-
-        def measure() -> None:
-            if found is not None and context.coords.t == 0:  # one rank of the last stage
-                total, tokens, rows = log_prob_mismatch(batch.with_columns(old_log_probs=found.peek("old_log_probs")))
-                own.append((total, tokens, [(value, context.row_number(row)) for value, row in rows]))
-
-        agree(context, measure)
-        shares = [share for shares in of_every_rank(context, own) for share in shares]
-        mean = sum(total for total, *_ in shares) / max(tokens := sum(count for _, count, _ in shares), 1)
-        largest = sorted((row for *_, rows in shares for row in rows), reverse=True)[:4]
+        """`hf.Mismatch` for rows of the present weights and what training has `found`; alike on all ranks. Where
+        routing is replayed, the next update says what that changes."""
+        limits, context, tokens = self._mismatch, self.context, self.engine.tokens
+        mean, count, largest = self._difference(batch, found)
+        if tokens.replays is not None:
+            with tokens.own_routing():
+                own, *_ = self._difference(batch, self._computed(batch, "log_probs", "old_log_probs"))
+            self._measured = {"actor/log_prob_difference": mean, "actor/log_prob_difference_without_replay": own}
         text = (
             f"{context.role}: log_probs of generation and those of training differ by {mean:.3g} nats per token (mean "
-            f"|d| over {tokens} tokens), though both have the same weights; most in the rows "
+            f"|d| over {count} tokens), though both have the same weights; most in the rows "
             f"{', '.join(f'{row} ({value:.3g})' for value, row in largest)}. "
             f"The two engines read the model differently (config.json, dtype), or have other weights"
         )
@@ -312,6 +309,20 @@ class ActorWorker(RowSession, ModelWorker):
         many = limits.warn is not None and mean > limits.warn
         if (many or largest[0][0] > (limits.refuse or math.inf)) and context.rank == 0:
             logger.warning("%s. ActorWorker.on(..., mismatch=hf.Mismatch(warn=...)) sets the limit.", text)
+
+    def _difference(self, batch: Batch, found: Batch | None) -> tuple[float, int, list[tuple[float, int]]]:
+        """Of all ranks' rows: the mean |d| per token, the tokens, and the largest means of rows with their numbers."""
+        context, own = self.context, list[tuple[float, int, list[tuple[float, int]]]]()
+
+        def measure() -> None:
+            if found is not None and context.coords.t == 0:  # one rank of the last stage
+                total, tokens, rows = log_prob_mismatch(batch.with_columns(old_log_probs=found.peek("old_log_probs")))
+                own.append((total, tokens, [(value, context.row_number(row)) for value, row in rows]))
+
+        agree(context, measure)
+        shares = [share for shares in of_every_rank(context, own) for share in shares]
+        mean = sum(total for total, *_ in shares) / max(tokens := sum(count for _, count, _ in shares), 1)
+        return mean, tokens, sorted((row for *_, rows in shares for row in rows), reverse=True)[:4]
 
     @register(
         THREE_D_PROTO,
@@ -379,7 +390,9 @@ class ActorWorker(RowSession, ModelWorker):
                 self.hybrid.trained()  # first: a failed update may have changed the weights
             found = policy_loss(loss, **options)
             with self._teacher.on(self.engine) if "ref_logits" in found.outputs else nullcontext():
-                return self._update(batch, found, epochs)
+                metrics = self._update(batch, found, epochs)
+        measured, self._measured = self._measured, {}
+        return metrics | measured
 
     def _step(self, last: bool) -> dict[str, float]:
         if last and self._overlap and self.hybrid is not None:

@@ -148,6 +148,8 @@ def test_updates_follow_the_experts_of_generation(pool, place, tmp_path, train) 
         rows |= hf.BatchRef.from_batch(hf.Batch({"advantages": rows.get("log_probs")["log_probs"]}))
         metrics = actor.update_actor(rows).get()
         assert 0.0 < metrics["actor/routing_difference"] < 1.0
+        assert metrics["actor/log_prob_difference"] < 1e-3
+        assert metrics["actor/log_prob_difference_without_replay"] > 1e-2
         _ = hf.sync_weights(actor, other).get()
 
 
