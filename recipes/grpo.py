@@ -27,7 +27,7 @@ kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
         optim: {lr: 1.0e-6, warmup_steps: 10}, replay_routing: false}
-reference: {train: {tp: null}}
+reference: {model: null, train: {tp: null}}
 """)
 SMALL = """
 {steps: 40, minibatches: 2, batch_size: 16,
@@ -48,7 +48,9 @@ def main(arguments: list[str]) -> None:
         generate=hf.VLLM(**cfg.actor.generate),
         replay_routing=cfg.actor.replay_routing,
     )
-    reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
+    reference = hf.ReferenceWorker.on(
+        pool, model=cfg.reference.model or job.model, train=hf.Megatron(**cfg.reference.train)
+    )
     reward = hf.RewardWorker.on(pool, **job.reward)
 
     run = settings.run(cfg, job, actor, reward)

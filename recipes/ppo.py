@@ -27,8 +27,8 @@ kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
         optim: {lr: 1.0e-6, warmup_steps: 10}}
-critic: {train: {tp: null}, optim: {lr: 1.0e-5}}
-reference: {train: {tp: null}}
+critic: {model: null, train: {tp: null}, optim: {lr: 1.0e-5}}
+reference: {model: null, train: {tp: null}}
 """)
 SMALL = """
 {steps: 40, minibatches: 2, batch_size: 128,
@@ -50,9 +50,14 @@ def main(arguments: list[str]) -> None:
         generate=hf.VLLM(**cfg.actor.generate),
     )
     critic = hf.CriticWorker.on(
-        pool, model=job.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
+        pool,
+        model=cfg.critic.model or job.model,
+        train=hf.Megatron(**cfg.critic.train),
+        optim=hf.Adam(**cfg.critic.optim),
     )
-    reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
+    reference = hf.ReferenceWorker.on(
+        pool, model=cfg.reference.model or job.model, train=hf.Megatron(**cfg.reference.train)
+    )
     reward = hf.RewardWorker.on(pool, **job.reward)
 
     run = settings.run(cfg, job, actor, reward)

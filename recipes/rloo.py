@@ -27,7 +27,7 @@ kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
         optim: {lr: 1.0e-6, warmup_steps: 10}}
-reference: {train: {tp: null}}
+reference: {model: null, train: {tp: null}}
 """)
 SMALL = """
 {steps: 40, minibatches: 2, batch_size: 32,
@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> None:
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
     )
-    reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
+    reference = hf.ReferenceWorker.on(
+        pool, model=cfg.reference.model or job.model, train=hf.Megatron(**cfg.reference.train)
+    )
     reward = hf.RewardWorker.on(pool, **job.reward)
 
     run = settings.run(cfg, job, actor, reward)

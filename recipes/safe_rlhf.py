@@ -32,9 +32,9 @@ text_tokens: 512      # maximum length
 pretrain_coef: 0.05   # weight of the loss on texts
 actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: null, seed: "${seed}"}},
         optim: {lr: 1.0e-6, warmup_steps: 10}}
-critic: {train: {tp: null}, optim: {lr: 1.0e-5}}
-cost_critic: {train: {tp: null}, optim: {lr: 1.0e-5}}
-reference: {train: {tp: null}}
+critic: {model: null, train: {tp: null}, optim: {lr: 1.0e-5}}
+cost_critic: {model: null, train: {tp: null}, optim: {lr: 1.0e-5}}
+reference: {model: null, train: {tp: null}}
 """)
 SMALL = """
 {steps: 40, minibatches: 2, batch_size: 128, text_tokens: 64,
@@ -56,13 +56,18 @@ def main(arguments: list[str]) -> None:
         generate=hf.VLLM(**cfg.actor.generate),
     )
     critic = hf.CriticWorker.on(
-        pool, model=job.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
+        pool,
+        model=cfg.critic.model or job.model,
+        train=hf.Megatron(**cfg.critic.train),
+        optim=hf.Adam(**cfg.critic.optim),
     )
     costs = cfg.cost_critic
     cost_critic = hf.CriticWorker.on(
-        pool, model=job.model, of="costs", train=hf.Megatron(**costs.train), optim=hf.Adam(**costs.optim)
+        pool, model=costs.model or job.model, of="costs", train=hf.Megatron(**costs.train), optim=hf.Adam(**costs.optim)
     )
-    reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
+    reference = hf.ReferenceWorker.on(
+        pool, model=cfg.reference.model or job.model, train=hf.Megatron(**cfg.reference.train)
+    )
     reward = hf.RewardWorker.on(pool, **job.reward)
     cost = hf.CostWorker.on(pool, **scorers.scorer(cfg, "cost"))
     text = task.texts(cfg, job)

@@ -62,6 +62,7 @@ def _add_commands(commands: Any) -> None:
     more = "Runs a driver's main(arguments), or the file. `hybridflow run DRIVER.py --help` is the driver's."
     add = command(_run, "", meaning, more)
     add("--no-check", action="store_true", help="leave out the first iteration without processes")
+    add("--placement", metavar="FILE", help="of `plan --save`: devices and sizes of the driver's groups")
     add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
     add("settings", nargs=argparse.REMAINDER, help="arguments of the driver")
 
@@ -121,6 +122,7 @@ def _add_plan(commands: Any) -> None:
     more = "Traces a driver, searches the best placement of its groups, and explains it. Nothing is started."
     how = {"epilog": _EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter}
     add = _command(commands, _plan, "", meaning, more, **how)
+    add("--placement", metavar="FILE", help="of `plan --save`: devices and sizes of the driver's groups")
     add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
     add("settings", nargs="*", help="arguments of the driver; ROLE.model=MODEL plans with another model of that group")
     add("--cluster", required=True, help='what it is planned for: "a100:16x8", "a100:16x8,h100:2x4", "here"')
@@ -172,7 +174,7 @@ def _new(given: argparse.Namespace, rest: Sequence[str]) -> None:
 def _run(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.cli.launch import run_file
 
-    run_file(given.driver, [*given.settings, *rest], check=not given.no_check)
+    run_file(given.driver, [*given.settings, *rest], not given.no_check, given.placement)
 
 
 def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from hybridflow import errors
 from hybridflow.cli.command_line import HELP, help_text, read_settings
 from hybridflow.cluster.startup import is_shown, listening, stage
 from hybridflow.errors import ConfigError, HybridFlowError, WorkerError
+from hybridflow.placement import Placement
 from hybridflow.settings import is_address, staging_directory
 
 CONFIGURATION = (ConfigError, errors.PlacementError, errors.ModelError, errors.PromptError)
@@ -55,7 +56,7 @@ def run(main: Callable[[list[str]], Any]) -> None:
     start(Driver(call, file, module.__doc__ or "", _defaults(vars(module))), arguments)
 
 
-def run_file(name: str, arguments: Sequence[str], check: bool = True) -> None:
+def run_file(name: str, arguments: Sequence[str], check: bool = True, placement: str | None = None) -> None:
     """Run `FILE.py:FUNCTION`, or the `main` of `FILE.py`, with the arguments as one list if it takes any; a file
     without `main`, or one that calls it while it is imported, runs as a program. See `start`."""
     with _as_program(name, arguments):
@@ -63,7 +64,7 @@ def run_file(name: str, arguments: Sequence[str], check: bool = True) -> None:
             driver = _driver(name, arguments)
         except CONFIGURATION as error:
             _refuse(error, name.partition(":")[0])
-        start(driver, arguments, check)
+        start(driver, arguments, check, placement)
 
 
 def _driver(name: str, arguments: Sequence[str]) -> Driver:
@@ -79,8 +80,8 @@ def _driver(name: str, arguments: Sequence[str]) -> Driver:
     return Driver(_bound(found.get(function), f"{path}:{function}", arguments), path, usage, _defaults(found))
 
 
-def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
-    """Run a driver. `--help` prints its docstring and settings instead.
+def start(driver: Driver, arguments: Sequence[str], check: bool = True, placement: str | None = None) -> None:
+    """Run a driver, its groups as the file `placement` says. `--help` prints its docstring and settings instead.
 
     With `check` the first iteration is tried without processes before anything starts (`check_driver`); what it prints
     is dropped. Errors of settings before the end of the first iteration are one paragraph, with exit status 2.
@@ -100,11 +101,13 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
         display = StartDisplay(run_directory(name or Path(driver.file).stem))
         with listening(display):
             with stage("loading libraries"):
+                from hybridflow.tracing.auto import auto
                 from hybridflow.tracing.trace import check_driver
+            planned = None if placement is None else Placement.load(placement)
             if check:
                 with stage("checking the settings"), redirect_stdout(io.StringIO()):
-                    check_driver(driver.run)
-            driver.run()
+                    check_driver(driver.run, placement=planned)
+            driver.run() if planned is None else auto(driver.run, placement=planned)()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import math
 import os
@@ -340,6 +341,23 @@ def _configured_ends(directory: Path) -> set[int]:
 
 
 # Prompts
+
+
+def other_token(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> str | None:
+    """A token with another id in the tokenizer of `other`, in words; None where both are equal as far as their
+    `tokenizer.json` say it."""
+    files = [Path(directory) / "tokenizer.json" for directory in (one, other)]
+    if files[0].resolve() == files[1].resolve():
+        return None
+    try:
+        texts = [file.read_bytes() for file in files]
+        own, theirs = ({}, {}) if texts[0] == texts[1] else (json.loads(text)["model"]["vocab"] for text in texts)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if own == theirs or not isinstance(own, dict) or not isinstance(theirs, dict):
+        return None
+    odd = next(token for token in (own.keys() | theirs.keys()) if own.get(token) != theirs.get(token))
+    return f"{odd!r} is token {theirs.get(odd)} there and {own.get(odd)} here"
 
 
 def check_prompt(place: str, column: str, prompt: Any, chat: bool = True) -> None:

@@ -19,9 +19,10 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
 from hybridflow.engines.worker_spec import spec_of
-from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, PlacementError, nearest
 from hybridflow.models.hf_spec import Decoder, spec_of_config
 from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
+from hybridflow.placement import Placement
 from hybridflow.planner.describe.graph import Graph, Width, keeps_average
 from hybridflow.settings import require
 from hybridflow.tracing.trace_backend import NoProcessError, SampledRows, TraceBackend, placeholder_columns
@@ -113,18 +114,23 @@ def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[st
     return _finished(backend, models or {})
 
 
-def check_driver(driver: Callable[..., Any], *arguments: Any) -> None:
+def check_driver(driver: Callable[..., Any], *arguments: Any, placement: Placement | None = None) -> None:
     """Run the first iteration of `driver(*arguments)` without processes, up to the second batch of its loader: groups
     and calls are checked before Ray starts, with settings, columns and row counts.
 
     Side effects are as in `trace_driver`. A driver that cannot run so is not checked further, nor is one that has read
     results of its calls: they are made up, and what it does with them, such as choosing rows, is unknown. Errors: those
-    of the driver's groups and calls that need no process, and SystemExit of a driver that refuses its arguments.
+    of the driver's groups and calls that need no process, SystemExit of a driver that refuses its arguments, and
+    PlacementError for a group of the `placement` that it is to get and does not place.
     """
     backend = TraceBackend(checks=True)
     try:
         with backend.within():
             driver(*arguments)
+        others = [name for name in (placement.groups if placement else ()) if name not in backend.described]
+        if others and not backend.guessed:
+            hint = nearest(others[0], backend.described)
+            raise PlacementError(f"the placement is for a group {others[0]!r}, which the driver does not place.{hint}")
     except NoProcessError:
         logger.debug("the driver asks a process: it is checked up to there", exc_info=True)
     except SystemExit as end:

@@ -12,6 +12,7 @@ from hybridflow.cluster.group import CallSchedule, WorkerGroup
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
+from hybridflow.data.tokenizer import other_token
 from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import CallPlacement, GroupPlacement, ranges
@@ -141,7 +142,9 @@ def ranks_on(
     others = [*beside, *(part for part in placed if instead_of is None or part is not instead_of.ranks)]
     shared = [part for part in others if part.pool_name == pool.name and set(pool.members) & set(part.members)]
     _check_alone(worker_class.__name__, settings, shared)
-    return pool.ranks(name, worker_class, settings, grid, own_grid)
+    found = pool.ranks(name, worker_class, settings, grid, own_grid)
+    _check_tokens(found, [group.ranks for group in pool.session.groups.values() if group is not instead_of])
+    return found
 
 
 def _check_alone(name: str, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
@@ -153,6 +156,28 @@ def _check_alone(name: str, settings: Mapping[str, Any], neighbours: Sequence[Ra
                 f"and a process can hold one. Close that group first ({group.name}.close()), place this one on "
                 f"other devices, or leave generate= out."
             )
+
+
+def _check_tokens(new: RankGroup, others: Sequence[RankGroup]) -> None:
+    """Errors: ConfigError where a model is given the token ids of policies, and has the tokenizer of none of them."""
+    known = [one for one in (*others, new) if one.spec.model is not None]
+    of = {one.name: str(one.settings["model"]) for one in known}
+    writes = {one.name for one in known if _generates(one)}
+    for one in known if writes else ():
+        asked = new.name in writes or one is new
+        if not asked or one.name in writes or one.settings.get("tokenizer") is not None:
+            continue
+        odd = [other_token(of[name], of[one.name]) for name in sorted(writes)]
+        if all(odd):
+            raise ConfigError(
+                f"{one.name} has the model {of[one.name]}, whose tokenizer is not that of {min(writes)}, "
+                f"{of[min(writes)]}: {odd[0]}. It would read the policy's token ids as other words. Use models of one "
+                f"tokenizer (a RewardWorker takes tokenizer=, the policy's)."
+            )
+
+
+def _generates(ranks: RankGroup) -> bool:
+    return any(kind_of(operation) == "generation" for operation in operations(ranks.worker_class).values())
 
 
 ReplicaPlacement = tuple[type, tuple[int, ...], Mapping[str, Any]]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from hybridflow.data.tokenizer import other_token
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.process_groups import RankContext
@@ -82,20 +81,7 @@ def check_teacher(spec: Decoder, settings: Mapping[str, Any]) -> None:
             f"output layers of one size."
         )
     Checkpoint(teacher).check(other)
-    own, theirs = (_tokens(settings["model"]), _tokens(teacher))
-    if own is not None and theirs is not None and own != theirs:
-        odd = next(token for token in (own.keys() | theirs.keys()) if own.get(token) != theirs.get(token))
+    if (odd := other_token(settings["model"], teacher)) is not None:
         raise ConfigError(
-            f"teacher={teacher} has another tokenizer than {settings['model']}: {odd!r} is token {theirs.get(odd)} "
-            f"there and {own.get(odd)} here. Use models of one tokenizer."
+            f"teacher={teacher} has another tokenizer than {settings['model']}: {odd}. Use models of one tokenizer."
         )
-
-
-def _tokens(directory: str | os.PathLike[str]) -> Mapping[str, int] | None:
-    """Token -> id in the `tokenizer.json` of a model; None where it has none, or one without such a table."""
-    file = Path(directory) / "tokenizer.json"
-    try:
-        vocabulary = json.loads(file.read_text())["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return vocabulary if isinstance(vocabulary, Mapping) else None

@@ -11,6 +11,8 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.placement import GroupPlacement, Placement
 from hybridflow.tracing.trace import check_driver
 from recipes.small_model import SmallModel
 
@@ -166,6 +168,26 @@ def test_a_driver_that_uses_results_is_not_refused_for_made_up_ones(model: str, 
         check_driver(main, False)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_models_read_token_ids_of_their_own_tokenizer(model: str, tmp_path: Path, later: bool):
+    """Another order of the same tokens fits the sizes, and would give values of other texts."""
+    other = SmallModel(steps=0, characters="9876543210+= ")
+    other.write(tmp_path / "other", lambda rng: ("1+1=", "2"))
+
+    def main(critic: str) -> None:
+        pool = hf.ResourcePool(1)
+        places = [
+            lambda: hf.ActorWorker.on(pool, model=model, generate=hf.VLLM()),
+            lambda: hf.CriticWorker.on(pool, model=critic),
+        ]
+        for place in reversed(places) if later else places:
+            place()
+
+    check_driver(main, model)
+    with pytest.raises(ConfigError, match=r"(?s)critic has the model .*other, whose tokenizer is not .*'\d' is token"):
+        check_driver(main, str(tmp_path / "other"))
+
+
 def test_a_driver_may_exit_in_its_check():
     def main(read: bool, code: object) -> None:
         batch = reward_of(hf.BatchRef.from_batch(hf.Batch({"prompt": ["a"], "response": ["b"]})))
@@ -183,3 +205,34 @@ def test_the_function_keeps_its_name_beside_the_package_of_runs():
     """`hybridflow.run` is a package, too, whose import binds its name."""
     code = "import hybridflow as hf; hf.Run; import hybridflow.run.replay; assert callable(hf.run), hf.run"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+PLACED = """
+import hybridflow as hf
+
+def score(completions):
+    return [1.0] * len(completions)
+
+def main():
+    reward = hf.RewardWorker.on(hf.ResourcePool(1), function=score)
+    print("placed on", reward.members)
+    hf.shutdown()
+"""
+
+
+def test_a_driver_runs_with_a_placement_of_a_file(tmp_path: Path):
+    nodes = (2,)
+    (tmp_path / "mine.py").write_text(PLACED)
+    for group in ("reward", "rewards"):
+        Placement(nodes, {group: GroupPlacement((1,), nodes)}).save(tmp_path / f"{group}.yaml")
+    done = hybridflow("--placement", "reward.yaml", "mine.py", cwd=tmp_path)
+    assert done.stdout.splitlines().count("placed on (1,)") == 1, done.stderr
+    said = {
+        "rewards": "a group 'rewards', which the driver does not place. Did you mean 'reward'?",
+        "none": "none.yaml",
+    }
+    for file, text in said.items():
+        done = hybridflow("--placement", f"{file}.yaml", "mine.py", cwd=tmp_path)
+        assert done.returncode == 2
+        assert text in " ".join(done.stderr.split())
+        assert "Traceback" not in done.stderr
