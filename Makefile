@@ -13,7 +13,7 @@ DEV_ENV := .venv/.ready-dev
 CODE := hybridflow recipes tests benchmarks tools
 CUDA_SUITES := $(patsubst %,tests/contracts/test_%.py,train_engine zero_partition optimizer_moves sharded_engines lora_training lora_any_model packing engine_splits fsdp_layout logits any_model megatron_families fsdp_families) tests/integration/test_failed_transitions.py
 CUDA_SUITES += $(patsubst %,tests/integration/test_expert_generation.py::test_experts_lie_whole_on_ranks[%-1-2],mixtral qwen2_moe)
-BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth fault_simulation checkpoints streams elastic timesharing environments
+BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth fault_simulation checkpoints streams elastic timesharing environments throughput calls generation_sizes
 
 # One thread per process: a run is many processes, and the models that fit a CPU are small.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE ?= 1
 
 PYTEST = -m pytest -q --durations=15 --timeout=300 --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: help quickstart recipes test test-cuda test-cuda-ranks test-all lint format docs bench clean
+.PHONY: help quickstart recipes test test-cuda test-cuda-ranks test-all lint format docs bench paper clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make format                 let ruff rewrite what it can"
 	@echo "make docs                   the documentation as a site, in build/site"
 	@echo "make bench                  the benchmark programs, one JSON line each"
+	@echo "make paper                  the papers' figures that this machine can make, beside predictions"
 	@echo "make clean                  remove the environment and caches; runs/ stays"
 
 $(RUN_ENV): pyproject.toml tools/setup_env.py
@@ -79,6 +80,9 @@ format: $(DEV_ENV)
 
 docs: $(DEV_ENV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
+paper: $(RUN_ENV)
+	@$(PY) -m benchmarks.paper
 
 bench: $(RUN_ENV)
 	@for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || exit 1; done

@@ -27,6 +27,8 @@ import hybridflow as hf
 from benchmarks.dataflows import ppo
 from benchmarks.iteration import PROMPT, RESPONSE, make_models
 from hybridflow.cli.profile_run import profile
+from hybridflow.cluster.future import Future
+from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
 from hybridflow.planner.cost.costs import Costs
@@ -110,12 +112,13 @@ def placements(graph: Graph, measured: LayerProfile, count: int, budget_s: float
 
 
 class Job:
-    """PPO's groups, placed by a placement."""
+    """PPO's groups, placed by a placement, with prompts and responses of the lengths of `work`."""
 
-    def __init__(self, placement: Placement, policy: str, reward: str) -> None:
-        optim = hf.Adam(lr=1e-5)
+    def __init__(self, placement: Placement, policy: str, reward: str, work: Workload = WORKLOAD) -> None:
+        optim, self.work, self.vocabulary = hf.Adam(lr=1e-5), work, read_spec(policy, "lm").vocab
+        self.prompt, response = int(work.prompt.max), int(work.response.max)
         generate = hf.VLLM(
-            max_length=PROMPT + RESPONSE, sampling=hf.Sampling(max_tokens=RESPONSE, ignore_eos=True, seed=1)
+            max_length=self.prompt + response, sampling=hf.Sampling(max_tokens=response, ignore_eos=True, seed=1)
         )
         own = {"model": policy, "train": hf.Megatron()}
         self.actor = hf.ActorWorker.on(placement["actor"], optim=optim, generate=generate, **own)
@@ -124,21 +127,22 @@ class Job:
         self.reward = hf.RewardWorker.on(placement["reward"], model=reward, train=hf.Megatron())
         self.rows = 0
 
-    def iteration(self) -> None:
+    def iteration(self) -> tuple[Future, Future]:
         batch = self.actor.generate_sequences(self._prompts())
         batch |= self.actor.compute_log_prob(batch)
         batch |= self.reference.compute_ref_log_prob(batch)
         batch |= self.critic.compute_values(batch)
         batch |= self.reward.compute_reward(batch)
         batch |= hf.compute_advantage(batch, "gae", kl_coef=0.05)
-        self.critic.update_critic(batch, minibatches=MINIBATCHES)
-        self.actor.update_actor(batch, minibatches=MINIBATCHES)
+        updated = self.critic.update_critic(batch, minibatches=self.work.minibatches)
+        return updated, self.actor.update_actor(batch, minibatches=self.work.minibatches)
 
     def _prompts(self) -> hf.BatchRef:
-        ids = torch.randint(2, 64, (ROWS * PROMPT,), generator=torch.Generator().manual_seed(self.rows))
-        first, self.rows = self.rows, self.rows + ROWS
-        columns = {"prompt_ids": hf.Ragged.from_lengths(ids, [PROMPT] * ROWS)}
-        batch = hf.Batch({**columns, "row_id": torch.arange(first, first + ROWS)})
+        rows, prompt, generator = self.work.rows, self.prompt, torch.Generator().manual_seed(self.rows)
+        ids = torch.randint(2, self.vocabulary, (rows * prompt,), generator=generator)
+        first, self.rows = self.rows, self.rows + rows
+        columns = {"prompt_ids": hf.Ragged.from_lengths(ids, [prompt] * rows)}
+        batch = hf.Batch({**columns, "row_id": torch.arange(first, first + rows)})
         return hf.BatchRef.from_batch(batch)
 
     def close(self) -> None:

@@ -4,11 +4,12 @@ pretraining; dynamic sampling (DAPO): prompts are drawn until a batch has enough
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
@@ -20,10 +21,11 @@ from hybridflow.data.lm_dataset import TextSource, read_texts
 from hybridflow.data.mixture import MixtureSource
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.resumable_sampler import check_sizes
-from hybridflow.data.tokenizer import TokenizerLike, as_tokenizer, has_tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import RandomTokens, TokenizerLike, as_tokenizer, has_tokenizer, load_tokenizer
 from hybridflow.engines.vllm.requirements import prompt_limit
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, PromptError
 from hybridflow.models.hf_spec import read_spec
+from hybridflow.settings import require
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,24 @@ class PromptLoader(PromptSource):
     Errors: PromptError naming file, row and column; ConfigError for settings; when iterating, WorkerError of a call
     that failed.
     """
+
+    @classmethod
+    def synthetic(
+        cls, rows: int, prompt_tokens: int | tuple[int, int], model: str | os.PathLike[str], seed: int = 0, **how: Any
+    ) -> Self:
+        """`rows` prompts of random tokens of the model's vocabulary, none of them special, to measure throughput
+        (`hf.Sampling(max_tokens=, ignore_eos=True)` fixes the lengths of responses): of `prompt_tokens` tokens each, or
+        spread evenly from the first to the second number. Further arguments are those of a PromptLoader.
+
+        Errors: ConfigError for numbers below 1; CheckpointError for a model without a tokenizer.
+        """
+        least, most = prompt_tokens if isinstance(prompt_tokens, tuple) else (prompt_tokens, prompt_tokens)
+        check_sizes(rows=rows, prompt_tokens=least)
+        check_sizes(prompt_tokens=most)
+        require(least <= most, f"prompt_tokens={prompt_tokens}: give the smaller number first.")
+        lengths = [least + row * (most - least + 1) // rows for row in range(rows)]
+        texts = [{"prompt": f"{row:.>{size}}"[-size:]} for row, size in enumerate(lengths)]
+        return cls(texts, tokenizer=RandomTokens(model, seed), seed=seed, **how)
 
     def drawn(self) -> Iterator[Batch]:
         """The remaining batches. Errors: PromptError for prompts that no group of the session can generate for."""

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import sys
 import threading
@@ -231,6 +232,20 @@ class Tokenizer:
         if not special and self._structure:  # what scores an answer must tell it from thoughts
             rows, special = [[number for number in row if number not in self._structure] for row in rows], True
         return self.raw.batch_decode(rows, skip_special_tokens=not special) if len(rows) else []
+
+
+class RandomTokens(Tokenizer):
+    """Encodes a text as as many tokens of a model's vocabulary as it has characters, drawn by the text and `seed`:
+    none of its special tokens. Errors: those of `load_tokenizer`."""
+
+    def __init__(self, model: str | os.PathLike[str], seed: int = 0) -> None:
+        known = load_tokenizer(model)
+        super().__init__(known.raw, known.end_ids)
+        special = {*known.raw.all_special_ids, *known.end_ids}
+        self.seed, self._ids = seed, [one for one in sorted(known.raw.get_vocab().values()) if one not in special]
+
+    def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        return [random.Random(f"{self.seed}/{text}").choices(self._ids, k=len(text)) for text in texts]
 
 
 def as_tokenizer(given: TokenizerLike) -> Tokenizer:

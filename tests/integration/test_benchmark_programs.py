@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {
+    "calls": "--rows 8 --repeats 1 --layouts 1,1,2",
     "checkpoints": "--repeats 1 --rows 2 --directory {tmp}",
     "controller": "--ranks 2 --megabytes 0.1 --repeats 1 --calls 10 --many-ranks 8",
     "controls": "steps=10 batch_size=8 devices=[1]",
@@ -22,7 +23,9 @@ ARGUMENTS = {
     "environments": "--sessions 10 --turns 1",
     "fault_simulation": "--devices 16 --days 1 --seeds 2",
     "generation": "--repeats 1 --models 0.6M",
+    "generation_sizes": "--rows 8 --repeats 1",
     "iteration": "--iterations 2 --devices 1",
+    "paper": "",
     "packing": "--rows 8 --repeats 1",
     "planner": "--devices 16 --budgets 1",
     "planner_findings": "",
@@ -30,6 +33,7 @@ ARGUMENTS = {
     "reallocation": "--repeats 1",
     "rewards": "--rows 20 --programs 2",
     "streams": "--batches 4 --rows 8 --n 2 --median 8 --warm-up 1 --rounds 1",
+    "throughput": "--rows 8 --warm-up 1 --iterations 1",
     "timesharing": "--repeats 1 --slot 0.01 --rows 4",
     "train_step": "--repeats 1",
     "transition": "--repeats 1",

@@ -16,6 +16,8 @@ from tokenizers import normalizers
 from hybridflow.data.prompts import Prompts, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, PromptError
+from hybridflow.loader import PromptLoader
+from recipes.small_model import SmallModel
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 KEPT = ["p2", "p5", "p4", "p0", "p3", "p1", "p3", "p1", "p5", "p2", "p4", "p0"]  # six prompts, seed 3
@@ -316,3 +318,19 @@ def test_verls_ground_truth_keeps_columns_of_the_file(tmp_path):
     assert batch["ground_truth"] == [None, "2"]
     source = PromptSource(VERL, batch_size=1)
     source.load_state(json.loads(json.dumps(source.state())))
+
+
+def test_synthetic_prompts_have_their_lengths_and_no_special_tokens(tmp_path):
+    SmallModel(steps=0).write(tmp_path / "model", lambda rng: ("1+1=", "2"))
+    known = load_tokenizer(tmp_path / "model").raw
+    for given, lengths in ((5, {5}), ((2, 6), {2, 3, 4, 5, 6})):
+        loader = PromptLoader.synthetic(10, given, tmp_path / "model", batch_size=10, steps=2, seed=3)
+        again = PromptLoader.synthetic(10, given, tmp_path / "model", batch_size=10, steps=2, seed=3)
+        for batch, same in zip(loader.drawn(), again.drawn(), strict=True):
+            ids = batch["prompt_ids"]
+            assert set(ids.lengths.tolist()) == lengths
+            assert not set(ids.values.tolist()) & {*known.all_special_ids}
+            assert ids.values.equal(same["prompt_ids"].values)
+    for rows, tokens in ((0, 4), (2, 0), (2, (4, 3))):
+        with pytest.raises(ConfigError):
+            PromptLoader.synthetic(rows, tokens, tmp_path / "model", batch_size=1)
