@@ -110,7 +110,7 @@ class Residency:
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             key = storage._cdata
-            elsewhere = storage.device.type != device.type
+            elsewhere = tensor.device.type != device.type
             if key in kept_storages or elsewhere or not storage.resizable():
                 continue
             self._storages[name] = storage
