@@ -108,7 +108,9 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     logits, layer = answers * size.vocab / t if size.vocab > 1 else 0.0, saved_activations(context)
     read = logits * context.itemsize + min(BLOCKS, 8 * logits) + answers * size.hidden * context.itemsize
     hidden = size.hidden / context.links.shares * context.itemsize
-    sent = min(WINDOW, schedule.micro) * tokens * hidden if p > 1 else 0.0  # to the next stage, on their way
+    # to the next stage, on their way and next to go; where ranks share the sequence, Megatron's buffer for all of it
+    sent = min(WINDOW + 2, schedule.micro) * tokens * hidden if p > 1 else 0.0
+    sent += (tokens + longer) * size.hidden * context.itemsize if context.links.shares > 1 else 0.0
     # two layers (one computes, the next is on its way) and all that lies outside of the layers
     unit, outside = context.unit
     gathered = (2 * unit + outside) * context.itemsize if context.backend.sharded else 0.0
@@ -120,8 +122,11 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     flight = min(p, schedule.micro)  # micro-batches of which the first stage keeps activations (1F1B)
     kept = -(-size.layers // p) * (hidden if work.recompute else layer)
     passing = (tokens + longer) * (backward_activations(context) + layer * work.recompute)
-    read += logits * context.itemsize  # and its gradient, gone when a layer's backward pass comes
-    first, last = (flight * tokens + longer) * kept + passing + sent, (tokens + longer) * kept + read
+    ends = [0.0 if context.backend.lora else side / t * context.itemsize for side in (size.embedding, size.output)]
+    # gradients of logits, beside these or the gradient of what made them; gone when a layer's backward pass comes
+    read = max(read, ends[1]) + logits * context.itemsize
+    first = max(flight * tokens * kept + passing, (flight - 1) * tokens * kept + ends[0]) + longer * kept + sent
+    last = (tokens + longer) * kept + read
     activations, logits = (last - read, read) if last > first else (first, 0.0)
     if context.backend.stage > 1:  # whole gradients that wait to be added up over ranks: of two units of the model;
         (unit, outside), micro = context.trained, schedule.micro * schedule.flushes
