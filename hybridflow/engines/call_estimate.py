@@ -38,7 +38,7 @@ class CallEstimate:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CallRows:
     """A call of a group on one rank: its `rows` of (prompt, response) tokens, of one mini-batch in training, which is
     done `times` times."""
 
@@ -54,7 +54,7 @@ def estimate_rank(
     strategy: TrainStrategy,
     spec: Decoder,
     optimizer: Optimizer | None,
-    calls: Mapping[str, Asked],
+    calls: Mapping[str, CallRows],
 ) -> dict[str, CallEstimate]:
     """Each of `calls` on this rank.
 
@@ -77,7 +77,7 @@ def estimate_rank(
 class _Counted:
     """Runs a call on the rows of some of its micro-batches."""
 
-    def __init__(self, device: FakeDevice, engine: TrainEngine, asked: Asked) -> None:
+    def __init__(self, device: FakeDevice, engine: TrainEngine, asked: CallRows) -> None:
         self.device, self.engine, self.asked = device, engine, asked
         tokens = [prompt + response for prompt, response in asked.rows]
         self.total = len(engine.tokens.split.rows(_tensor(tokens)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.engines.call_estimate import Asked, CallEstimate, estimate_rank
+from hybridflow.engines.call_estimate import CallRows, CallEstimate, estimate_rank
 from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import PlacementError
 from hybridflow.placement import GIB, Placement
@@ -137,12 +137,12 @@ def _estimated(
     sizes = [getattr(strategy, name, 1) for name in ("cp", "ep")]
     parallel = costs.backends[layout.group].parallel(grid.p, grid.t, grid.d, *sizes)
     assert parallel is not None, "the strategy has checked its sizes"
-    plan, asked = CallPlan(Mesh.of(0, layout.devices), parallel), dict[str, Asked]()
+    plan, asked = CallPlan(Mesh.of(0, layout.devices), parallel), dict[str, CallRows]()
     for call in calls:
         minibatches, epochs = costs.minibatches(call) if call.kind == "training" else (1, 1)
         count = max(1, math.ceil(work.rows * call.rows / minibatches / grid.d))
         kind = "training" if call.kind == "training" else "inference"
-        asked[call.name] = Asked(
+        asked[call.name] = CallRows(
             kind, list(zip(*(spread(n, count) for n in (work.prompt, work.response)))), minibatches * epochs
         )
     optimizer = found.groups[layout.group].settings.get("optim") if layout.trains else None

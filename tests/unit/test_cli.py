@@ -220,7 +220,7 @@ def test_a_cluster_that_is_too_small(home: Path, capsys: pytest.CaptureFixture[s
     said = refused(capsys, f"{home}/driver.py", "--cluster", "a100:1x1", f"model={home}/model")
     assert "too small" in said
     assert "actor" in said
-    assert "a100:3x1" in said.partition("The smallest cluster")[2]
+    assert "a100:2x1" in said.partition("The smallest cluster")[2]
 
 
 def traced(home: Path) -> Trace:

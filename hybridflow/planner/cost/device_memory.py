@@ -41,6 +41,14 @@ class DeviceMemory:
     def active(self) -> float:
         return self.activations + self.kv_cache + self.logits + self.weights + self.gathered + self.visiting
 
+    def owned(self, group: str) -> dict[str, float]:
+        """Bytes by owner, as the events of a run have them: what has memory while a call of the group runs."""
+        kinds = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "average", "kv_cache")}
+        kinds |= {"generation": self.weights, "visiting": self.visiting}
+        found = {f"{group} {kind}": size for kind, size in kinds.items()}
+        found["activations"] = self.activations + self.logits + self.gathered
+        return {owner: size for owner, size in found.items() if size}
+
 
 GRADIENT = 4
 MOMENTS = 8  # Adam's two, float32
