@@ -99,8 +99,8 @@ class TransferTask:
 @dataclass
 class Member:
     """A group's rank in this process; `incomplete` is the failure of a transfer that left its weights half written,
-    `failed_update` what is known of the first update that raised, and `calls` how often each method was run; `buffers` are
-    bytes on a CUDA device that building it left there beside its state."""
+    `failed_update` what is known of the first update that raised, `calls` how often each method was run, and `buffers`
+    the bytes on a CUDA device that building it left there beside its state."""
 
     role: str
     rank: int

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.engines.call_estimate import CallRows, CallEstimate, estimate_rank
+from hybridflow.engines.call_estimate import CallEstimate, CallRows, estimate_rank
 from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import PlacementError
 from hybridflow.placement import GIB, Placement

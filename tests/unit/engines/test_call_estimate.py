@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config import FSDP, Adam, Megatron, ZeRO
-from hybridflow.engines.call_estimate import CallRows, CallEstimate, estimate_rank
+from hybridflow.engines.call_estimate import CallEstimate, CallRows, estimate_rank
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import PUBLISHED, ModelSpec
 from hybridflow.planner.cost.costs import Costs
