@@ -212,8 +212,9 @@ def test_the_account_is_what_the_planner_says(pool, policy, recorded):
     }
     still = {}
     for name, group in groups.items():
-        assert group.spec.model is not None
-        placed = PlacedGroup.of(name, group.spec.model(), {**group.settings, "offload": False}, group.ranks.grid)
+        read = group.ranks.spec.model
+        assert read is not None
+        placed = PlacedGroup.of(name, read(), {**group.settings, "offload": False}, group.ranks.grid)
         assert placed is not None
         still[name] = placed.still
 
