@@ -199,7 +199,9 @@ class PlainLoop:
             moved = micro.to(self._device)
             head_NC = self._head(moved)
             scalar = self._attempt(failed, not self._cut, partial(loss, moved, head_NC))
-            (head_NC.flatten()[:0].sum() if scalar is None else scalar).backward()
+            root = head_NC.flatten()[:0].sum() if scalar is None else scalar
+            del head_NC  # its memory is free once the backward pass is behind it
+            root.backward()
             return scalar is not None
 
         for left, micro in zip(reversed(range(len(everything))), everything, strict=True):
