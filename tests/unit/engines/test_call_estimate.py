@@ -34,7 +34,8 @@ CALLS = (Call("a.update", "a", "update", "training"), Call("a.infer", "a", "infe
 def estimated(
     model: str, strategy: Any, size: int, rows: int = 16, longest: int = 512
 ) -> tuple[dict[str, CallEstimate], dict[str, DeviceMemory]]:
-    """Both calls of `rows` rows of each data parallel rank on rank 0, as run and as planned."""
+    """Both calls of `rows` rows of each data parallel rank, as run on the first pipeline stage or the last, on which
+    they have more, and as planned."""
     spec = SMALL if model == "0.5b" else PUBLISHED[model]
     grid, given = strategy.grid(size), {name: getattr(strategy, name) for name in ("micro_tokens", "recompute")}
     given["sequence_parallel"] = getattr(strategy, "sequence_parallel", False)
@@ -46,7 +47,9 @@ def estimated(
     plan = CallPlan(Mesh.of(0, size), parallel)
     lengths = list(zip(spread(work.prompt, rows), spread(work.response, rows), strict=True))
     asked = {"a.infer": CallRows("inference", lengths), "a.update": CallRows("training", lengths)}
-    found = estimate_rank("a", 0, grid, strategy, spec, Adam(lr=1e-6), asked)
+    ranks = sorted({0, grid.rank(grid.p - 1, 0, 0)})
+    each = [estimate_rank("a", rank, grid, strategy, spec, Adam(lr=1e-6), asked) for rank in ranks]
+    found = {name: max((one[name] for one in each), key=lambda call: call.active) for name in asked}
     still = costs.resting("a", plan)
     kinds = {name: getattr(still, name) for name in ("parameters", "gradients", "optimizer")}
     return found, {call.name: replace(costs.added(call.name, plan), **kinds) for call in CALLS}
