@@ -116,9 +116,10 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     logits, layer = answers * size.vocab / t if size.vocab > 1 else 0.0, saved_activations(context)
     read = logits * context.itemsize + min(BLOCKS, 8 * logits) + answers * size.hidden * context.itemsize
     hidden = size.hidden / context.links.shares * context.itemsize
-    # to the next stage, on their way and next to go; where ranks share the sequence, Megatron's buffer for all of it
-    sent = min(WINDOW + 2, schedule.micro) * tokens * hidden if p > 1 else 0.0
-    sent += (tokens + longer) * size.hidden * context.itemsize if context.links.shares > 1 else 0.0
+    sent = min(WINDOW + 2, schedule.micro) * tokens * hidden if p > 1 else 0.0  # on their way to the next stage
+    # where ranks share the sequence, Megatron's buffer for all of it
+    read += (whole := (tokens + longer) * size.hidden * context.itemsize if context.links.shares > 1 else 0.0)
+    sent += whole
     # two layers (one computes, the next is on its way) and all that lies outside of the layers
     unit, outside = context.unit
     gathered = (2 * unit + outside) * context.itemsize if context.backend.sharded else 0.0

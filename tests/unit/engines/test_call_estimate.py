@@ -56,7 +56,7 @@ def estimated(
 
 
 CASES = {
-    "0.5b, t=2, packed unlike rows": ("0.5b", Megatron(tp=2, sequence_parallel=True, **SIZES), 2, 16, 900),
+    "0.5b, t=2, packed unlike rows": ("0.5b", Megatron(tp=2, sequence_parallel=True, **SIZES), 2, 64, 900),
     "0.5b, t=2, sequence not shared": ("0.5b", Megatron(tp=2, **SIZES), 2),
     "0.5b, zero-2": ("0.5b", ZeRO(stage=2, **SIZES), 8),
     "0.5b, fsdp": ("0.5b", FSDP(reduce_often=True, **SIZES), 8),
