@@ -125,9 +125,7 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     gathered = (2 * unit + outside) * context.itemsize if context.backend.sharded else 0.0
     if kind == "inference":  # logits come when a layer's are gone
         first, last = (tokens + longer) * (4 * size.intermediate / t * context.itemsize + 2 * hidden) + sent, read
-        if (
-            context.backend.sharded
-        ):  # before the first layer, what lies outside comes as one message, and is taken apart
+        if context.backend.sharded:  # what lies outside comes first, as one message that is taken apart
             first = max(first, outside * context.itemsize)
         return DeviceMemory(activations=max(0.0, first - last), logits=last, weights=own, gathered=gathered)
     flight = min(p, schedule.micro)  # micro-batches of which the first stage keeps activations (1F1B)
