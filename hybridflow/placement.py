@@ -83,8 +83,9 @@ class CallLayout(_Checked):
     """Devices, sizes (p, t, d), or (p, t, d, cp, ep), and predicted costs of one call.
 
     `differs`: its group's weights have another layout or other devices and are moved here first, in `move_seconds`.
-    `memory`: bytes of all groups on its fullest device while it runs, out of `capacity`. `limit` names the largest part
-    of its `seconds`, `runner_up` the next best layout, `lost` the reason against that (see `Placement.explained`).
+    `memory`: bytes of all groups on its fullest device while it runs, out of `capacity`; `held`: by owner, in GiB.
+    `limit` names the largest part of its `seconds`, `runner_up` the next best layout, `lost` the reason against that
+    (see `Placement.explained`).
     Functions use no device memory: their `capacity` is 0.
     """
 
@@ -100,6 +101,7 @@ class CallLayout(_Checked):
     capacity: NonNegative = 0.0
     runner_up: Text = ""
     lost: Text = ""
+    held: Text = ""
 
     @property
     def layout(self) -> str:
@@ -265,6 +267,7 @@ class Placement(_Checked):
             if call.capacity:
                 share = call.memory / call.capacity
                 lines.append(f"  uses {call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB ({share:.0%}) a device")
+                lines += [f"    {call.held}"] if call.held else []
             if known:
                 other = f"runner-up: {call.runner_up}: {call.lost}" if call.runner_up else "there is no runner-up"
                 lines.append(f"  {other}")

@@ -1,5 +1,5 @@
-"""The command line: `run DRIVER.py [settings]`, `plan DRIVER.py --cluster a100:16x8 [settings]`, `profile`, `export`,
-`timeline`, `report`, `replay`, `doctor`, `new`."""
+"""The command line: `run DRIVER.py [settings]`, `plan DRIVER.py --cluster a100:16x8 [settings]`, `estimate`, `profile`,
+`export`, `timeline`, `report`, `replay`, `doctor`, `new`."""
 
 from __future__ import annotations
 
@@ -114,15 +114,12 @@ def _add_commands(commands: Any) -> None:
     add("--driver", metavar="FILE", help="a program in place of the run's, such as one with a new loss")
 
     _add_plan(commands)
+    _add_estimate(commands)
     _add_new(commands)
 
 
-def _add_plan(commands: Any) -> None:
-    meaning = "find the best placement of a driver's groups on a cluster, without one"
-    more = "Traces a driver, searches the best placement of its groups, and explains it. Nothing is started."
-    how = {"epilog": _EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    add = _command(commands, _plan, "", meaning, more, **how)
-    add("--placement", metavar="FILE", help="of `plan --save`: devices and sizes of the driver's groups")
+def _add_driver(add: Any) -> None:
+    """Arguments of commands that trace a driver."""
     add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
     add("settings", nargs="*", help="arguments of the driver; ROLE.model=MODEL plans with another model of that group")
     add("--cluster", required=True, help='what it is planned for: "a100:16x8", "a100:16x8,h100:2x4", "here"')
@@ -130,6 +127,22 @@ def _add_plan(commands: Any) -> None:
     add("--prompt", type=_lengths, metavar="TOKENS", help="of a prompt: a number, or MEAN:MAX")
     add("--response", type=_lengths, metavar="TOKENS", help="of a response: a number, or MEAN:MAX")
     add("--dtype", help="of the arithmetic: bfloat16, float16 or float32")
+
+
+def _add_estimate(commands: Any) -> None:
+    meaning = "what the calls of a driver take on a device: bytes by owner, FLOP and collectives, without one"
+    more = "Traces a driver and runs its engines on tensors without memory. Nothing is started."
+    add = _command(commands, _estimate, "", meaning, more)
+    _add_driver(add)
+    add("--placement", metavar="FILE", help="of `plan --save` (default: the driver's own sizes, on all devices)")
+
+
+def _add_plan(commands: Any) -> None:
+    meaning = "find the best placement of a driver's groups on a cluster, without one"
+    more = "Traces a driver, searches the best placement of its groups, and explains it. Nothing is started."
+    how = {"epilog": _EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    add = _command(commands, _plan, "", meaning, more, **how)
+    _add_driver(add)
     for name, asked, meaning in (
         ("--pin", "GROUP=DEVICES", "such as actor=0-7,12, actor=2-4-1 (p-t-d) or critic=offload"),
         ("--cap", "GROUP=DEVICES", "at most this number of devices"),
@@ -264,29 +277,43 @@ def _check_target(path: str | None) -> None:
         raise ConfigError(f"{path} cannot be written: give a file in a directory that is there and is yours.")
 
 
-def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
+def _traced(given: argparse.Namespace, rest: Sequence[str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The driver, and how it is traced. Errors: ConfigError."""
     from hybridflow.cli.launch import load_driver, split_name
 
     split_name(given.driver)
-    for target in (given.save, given.chart):
-        _check_target(target)
-    from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-    from hybridflow.planner.cost.layer_profile import LayerProfile
-    from hybridflow.tracing.auto import plan_driver
-
     settings = [*given.settings, *rest]
     models = {m["role"]: m["model"] for m in map(_ROLE_MODEL.fullmatch, settings) if m}
     if empty := [role for role, model in models.items() if not model]:
         raise ConfigError(f"{empty[0]}.model=: give a model, such as {empty[0]}.model=llama3-7b.")
     settings = [setting for setting in settings if not _ROLE_MODEL.fullmatch(setting)]
     workload = {name: getattr(given, name) for name in ("rows", "prompt", "response", "dtype")}
+    workload = {name: value for name, value in workload.items() if value is not None}
+    return load_driver(given.driver, settings), {"cluster": given.cluster, "workload": workload, "models": models}
+
+
+def _estimate(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.placement import Placement
+    from hybridflow.tracing.estimate import estimate_driver
+
+    placement = Placement.load(Path(given.placement)) if given.placement else None
+    driver, how = _traced(given, rest)
+    print(*estimate_driver(driver, **how, placement=placement), sep="\n")
+
+
+def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    for target in (given.save, given.chart):
+        _check_target(target)
+    from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+    from hybridflow.planner.cost.layer_profile import LayerProfile
+    from hybridflow.tracing.auto import plan_driver
+
+    driver, how = _traced(given, rest)
     print(f"searching for up to {given.budget:g} s (--budget)", file=sys.stderr, flush=True)
     placement = plan_driver(
-        load_driver(given.driver, settings),
-        cluster=given.cluster,
-        workload={name: value for name, value in workload.items() if value is not None},
+        driver,
+        **how,
         constraints=_constraints(given),
-        models=models,
         coefficients=Coefficients.load(given.coefficients) if given.coefficients else DEFAULT,
         profile=LayerProfile.load(given.profile) if given.profile else None,
         budget_s=given.budget,

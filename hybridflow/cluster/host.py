@@ -36,7 +36,7 @@ from hybridflow.cluster.call_request import call_of
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
 from hybridflow.cluster.future import Failure, Lost, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
-from hybridflow.cluster.out_of_memory import DeviceUse, explain
+from hybridflow.cluster.out_of_memory import IMAGE, DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.state_images import ImageHead, StateImage
 from hybridflow.cluster.store import Manifest, Reader, write
@@ -158,6 +158,8 @@ class Host:
         except Exception as error:
             member.failure = self._failure(member, "__init__", None, error)
         times, memory = (start, start, time.time()), (before, memory_used(self.device))
+        if self.use_cuda and member.failure is None:  # rotary tables, inputs of captured graphs, ...
+            member.buffers = max(0, memory[1] - before - sum(getattr(worker, "resident_bytes", dict)().values()))
         own = (None, seq, role, "__init__", self.pool, self.rank, *times, 0, 0, *memory)
         self._events.append(Event("call", *own, failed=member.failure is not None))
         return member.failure
@@ -210,7 +212,11 @@ class Host:
         failure = result if isinstance(result, Failure) else None
         own = (call.step, call.seq, member.role, call.method, self.pool, self.rank, start, ready, end)
         memory = before, memory_used(self.device), MAPPED.peak() if self.use_cuda else None
-        event = Event("call", *own, *sizes, *memory, failure is not None, call.phase, work)
+        held = tuple((" ".join(owner), size) for owner, size in self._held().items())
+        if self.use_cuda:
+            stays = max(before, memory[1], *(stage.memory_after for stage in context.stages))
+            held += (("activations", max(0, MAPPED.peak() - stays)),)
+        event = Event("call", *own, *sizes, *memory, failure is not None, call.phase, work, held)
         events, skipped = (*events_of(context.stages, event), event), tuple(context.skipped)
         self._events.extend(events)
         context.stages.clear()
@@ -278,22 +284,28 @@ class Host:
         origin = CallOrigin(member.role, member.rank, method, self._node, member.context.step)
         return failure_of(error, origin, None if call is None else call.span, upstream)
 
-    def _memory_error(self, member: Member, method: str, error: Exception) -> DeviceMemoryError:
-        """The error with an account of the device."""
-        free, total = torch.cuda.mem_get_info() if self.use_cuda else (0, 0)
-        resident: Counter[tuple[str, str]] = Counter()  # a role may have ranks of several sizes here
+    def _held(self) -> Counter[tuple[str, str]]:
+        """The account of this device: bytes by role and owner, and those of images in host memory."""
+        held: Counter[tuple[str, str]] = Counter()  # a role may have ranks of several sizes here
         for each in self._members.values():
             try:
                 found = getattr(each.worker, "resident_bytes", dict)()
+                images = getattr(each.worker, "image_bytes", int)()
             except Exception:  # a worker that is half built
                 logger.debug("the memory of %s is unknown", each.role, exc_info=True)
                 continue
-            resident.update({(each.role, kind): size for kind, size in found.items()})
+            held.update({(each.role, kind): size for kind, size in found.items()})
+            held.update({(each.role, IMAGE): images, (each.role, "buffers"): each.buffers})
+        return held
+
+    def _memory_error(self, member: Member, method: str, error: Exception) -> DeviceMemoryError:
+        """The error with an account of the device."""
+        free, total = torch.cuda.mem_get_info() if self.use_cuda else (0, 0)
         shares = {
             each.role: getattr(each.settings.get("generate"), "memory_fraction", None)
             for each in self._members.values()
         }
-        use = DeviceUse(total, free, resident, {role: share for role, share in shares.items() if share is not None})
+        use = DeviceUse(total, free, self._held(), {role: share for role, share in shares.items() if share is not None})
         stage = member.context.failed_stage
         advises = isinstance(error, DeviceMemoryError)
         found = DeviceMemoryError(explain(member.role, method, stage, use, member.settings, str(error), advises))

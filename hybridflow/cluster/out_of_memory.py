@@ -9,6 +9,8 @@ from typing import Any
 from hybridflow.config import VLLM
 
 _GIB = 1 << 30
+IMAGE = "image"
+"""The owner of what is kept in host memory of state that leaves the device."""
 _SMALLER_STEPS = ("micro_tokens", "recompute")
 _ADVICE: dict[str, tuple[str, ...]] = {
     "__init__": ("share", "offload", "memory_fraction"),
@@ -31,12 +33,12 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """Bytes of a device, and of it by (group, kind of state) what groups have there; `planned`: by group the share of
-    the device for generation."""
+    """Bytes of a device, and by (group, owner) what groups have there, and as `IMAGE` in host memory; `planned`: by
+    group the share of the device for generation."""
 
     total: int
     free: int
-    resident: Mapping[tuple[str, str], int]
+    held: Mapping[tuple[str, str], int]
     planned: Mapping[str, float]
 
 
@@ -45,8 +47,10 @@ def explain(
 ) -> str:
     """The message for a call of `role` that ran out of memory in `stage` (or ""); `settings` are those of its group,
     `said` is torch's message, or one of our own that `advises` what to change."""
-    there = [f"{group} {kind} {_gib(size)}" for (group, kind), size in sorted(use.resident.items()) if size]
-    rest = use.total - use.free - sum(use.resident.values())
+    resident = {owner: size for owner, size in sorted(use.held.items()) if size and owner[1] != IMAGE}
+    images = [f"{group} {_gib(size)}" for (group, kind), size in sorted(use.held.items()) if size and kind == IMAGE]
+    there = [f"{group} {kind} {_gib(size)}" for (group, kind), size in resident.items()]
+    rest = use.total - use.free - sum(resident.values())
     there.append(f"all else (activations, buffers, other processes) {_gib(max(0, rest))}")
     planned = [
         f"{group} VLLM(memory_fraction={share:g}) = {_gib(share * use.total)}" for group, share in use.planned.items()
@@ -55,6 +59,7 @@ def explain(
     account = (
         f"The device has {_gib(use.total)}, of which {_gib(use.free)} are free. In it: {', '.join(there)}. "
         f"Planned for generation: {', '.join(planned) or 'nothing'}."
+        + (f" In host memory: {', '.join(images)}." if images else "")
     )
     if advises:
         return f"{phase}: {said} {account}"

@@ -99,7 +99,8 @@ class TransferTask:
 @dataclass
 class Member:
     """A group's rank in this process; `incomplete` is the failure of a transfer that left its weights half written,
-    `failed_update` what is known of the first update that raised, and `calls` how often each method was run."""
+    `failed_update` what is known of the first update that raised, `calls` how often each method was run, and `buffers`
+    the bytes on a CUDA device that building it left there beside its state."""
 
     role: str
     rank: int
@@ -110,6 +111,7 @@ class Member:
     incomplete: Failure | None = None
     failed_update: str = ""
     calls: Counter[str] = field(default_factory=Counter)
+    buffers: int = 0
     _controls: dict[tuple[int, ...], ControlTree] = field(default_factory=dict)
 
     def control(self, ranks: tuple[int, ...], seconds: float) -> ControlTree:

@@ -271,6 +271,11 @@ class HybridEngine:
         """Parameters of both layouts that are in memory now."""
         return self._move.account.resident_bytes
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Message buffers that stay for the next transition."""
+        return self._move.transfer.kept_bytes
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -53,12 +53,12 @@ class Memory(Protocol):
 
 class HostImages:
     """Content of device tensors on the host, by key: pinned on CUDA systems, allocated once, and copied only where it
-    has changed. `copied_out` and `copied_in` count bytes."""
+    has changed. `copied_out` and `copied_in` count bytes; `nbytes` are those of the images."""
 
     def __init__(self) -> None:
         self._images: dict[Hashable, Tensor] = {}
         self._same: set[Hashable] = set()  # those with the content of their tensors
-        self.copied_out = self.copied_in = 0
+        self.copied_out = self.copied_in = self.nbytes = 0
 
     def save(self, tensors: Mapping[Any, Tensor]) -> None:
         """Make images of these tensors, of one device, or none when it fails."""
@@ -68,6 +68,7 @@ class HostImages:
                 pin = tensor.device.type == "cuda"
                 raw = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
                 self._images[key] = raw.view(tensor.dtype).view(tensor.shape)
+                self.nbytes += tensor.nbytes
             self._images[key].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in stale.values()}:
             settle(device)
@@ -86,7 +87,8 @@ class HostImages:
     def drop(self, keys: Iterable[Any]) -> None:
         """Free these images."""
         for key in keys:
-            self._images.pop(key, None)
+            image = self._images.pop(key, None)
+            self.nbytes -= 0 if image is None else image.nbytes
             self._same.discard(key)
 
 
@@ -110,7 +112,7 @@ class Residency:
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             key = storage._cdata
-            elsewhere = storage.device.type != device.type
+            elsewhere = tensor.device.type != device.type
             if key in kept_storages or elsewhere or not storage.resizable():
                 continue
             self._storages[name] = storage

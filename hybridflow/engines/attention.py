@@ -120,12 +120,17 @@ def _window_mask(length: int, window: int | None, device: torch.device, always: 
     return (distance_LL >= 0) & (distance_LL < window)
 
 
-@lru_cache(maxsize=16)
 def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether the flash kernel takes these; it is for Ampere and later, and for values that are not wider than keys."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim < value_dim:
+    """Whether the flash kernel takes these; values must not be wider than keys."""
+    if not has_flash_kernels(device) or dtype not in (torch.float16, torch.bfloat16) or head_dim < value_dim:
         return False
-    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return head_dim % 8 == 0 and head_dim <= 256
+
+
+@lru_cache(maxsize=16)
+def has_flash_kernels(device: torch.device) -> bool:
+    """They are for Ampere and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def register_packed_attention() -> str:

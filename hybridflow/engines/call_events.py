@@ -55,7 +55,8 @@ class Event(NamedTuple):
     generation, inside a call) or "stage" (another named part of a call); parts are called `<method>/<part>`. `rank`
     is the device in its pool, `step` the iteration of a loader's loop (None outside of one). Memory is that of
     `MappedMemory` on CUDA, with its `peak`, and the process's resident memory on the CPU. `phase` is the operation's
-    kind.
+    kind. `held` is the account of the device when the call ends: bytes by "role owner" of all models there, with
+    "role image" in host memory, and on CUDA "activations": what the call had at its peak beside what stays.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Event(NamedTuple):
     failed: bool = False
     phase: str = ""
     work: CallWork = _NO_WORK
+    held: tuple[tuple[str, int], ...] = ()
 
     @property
     def seconds(self) -> float:

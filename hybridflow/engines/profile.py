@@ -208,18 +208,21 @@ class EngineProbe:
             lengths.append(rest)
         answers = [max(1, n // 2) for n in lengths]
         prompts = [max(1, n - answer) for n, answer in zip(lengths, answers, strict=True)]
-        ids = torch.randint(
-            1, max(spec.vocab, _SMALLEST_VOCABULARY), (sum(prompts) + sum(answers),), generator=_seeded()
-        )
-        token = Ragged.from_lengths(torch.zeros(sum(answers)), answers)
-        return Batch(
-            {
-                "prompt_ids": Ragged.from_lengths(ids[: sum(prompts)], prompts),
-                "response_ids": Ragged.from_lengths(ids[sum(prompts) :], answers),
-                "response_mask": Ragged.from_lengths(torch.ones(sum(answers), dtype=torch.bool), answers),
-                **dict.fromkeys(("old_log_probs", "advantages", "values", "returns"), token),
-            }
-        )
+        return example_rows(prompts, answers, spec.vocab)
+
+
+def example_rows(prompts: Sequence[int], answers: Sequence[int], vocab: int) -> Batch:
+    """Rows of these lengths in tokens, with the columns that losses read."""
+    ids = torch.randint(1, max(vocab, _SMALLEST_VOCABULARY), (sum(prompts) + sum(answers),), generator=_seeded())
+    token = Ragged.from_lengths(torch.zeros(sum(answers)), answers)
+    return Batch(
+        {
+            "prompt_ids": Ragged.from_lengths(ids[: sum(prompts)], prompts),
+            "response_ids": Ragged.from_lengths(ids[sum(prompts) :], answers),
+            "response_mask": Ragged.from_lengths(torch.ones(sum(answers), dtype=torch.bool), answers),
+            **dict.fromkeys(("old_log_probs", "advantages", "values", "returns"), token),
+        }
+    )
 
 
 def _seeded() -> torch.Generator:

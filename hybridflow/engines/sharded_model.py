@@ -175,10 +175,12 @@ class PlainLoop:
         hidden: bool = False,
     ) -> list[Any]:
         self._shards.model.eval()
-        attempt = partial(self._attempt, failed, not self._cut)
-        moved = (micro.to(self._device) for micro in self._padded(micro_batches))
-        heads = ((micro, self._head(micro, hidden)) for micro in moved)
-        found = [attempt(partial(read, micro, head)) for micro, head in heads]
+
+        def compute(micro: MicroBatch) -> Any:  # one head at a time
+            moved = micro.to(self._device)
+            return self._attempt(failed, not self._cut, partial(read, moved, self._head(moved, hidden)))
+
+        found = [compute(micro) for micro in self._padded(micro_batches)]
         self._shards.after_pass()
         return found[: len(micro_batches)]
 
@@ -197,7 +199,9 @@ class PlainLoop:
             moved = micro.to(self._device)
             head_NC = self._head(moved)
             scalar = self._attempt(failed, not self._cut, partial(loss, moved, head_NC))
-            (head_NC.flatten()[:0].sum() if scalar is None else scalar).backward()
+            root = head_NC.flatten()[:0].sum() if scalar is None else scalar
+            del head_NC  # its memory is free once the backward pass is behind it
+            root.backward()
             return scalar is not None
 
         for left, micro in zip(reversed(range(len(everything))), everything, strict=True):

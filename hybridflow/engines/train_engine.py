@@ -213,16 +213,15 @@ class TrainEngine(TrainStates):
             micro_batches = [self.tokens.with_columns(micro, rows, loss) for micro in micro_batches]
 
         def share(micro: MicroBatch, head_NC: Tensor) -> Tensor:
-            nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
             if not len(micro.rows):
-                return nothing
+                return _nothing(head_NC)
             found = self.tokens.ragged(micro, head_NC, outputs, temperature)
             given = self._check.share(loss, found, micro.columns, totals)  # type: ignore[arg-type]
             if given is None:
-                return nothing
+                return _nothing(head_NC)
             if (cp := self.tokens.context) is None or cp.rank == 0:  # its ranks compute the same loss
                 metrics.append(given[1])
-            return optimizer.scale_loss(given[0] + nothing)
+            return optimizer.scale_loss(given[0] if given[0].requires_grad else given[0] + _nothing(head_NC))
 
         self._model.loop.train(micro_batches, share, self._check.failed)
         self._gradients = "own"
@@ -409,3 +408,8 @@ class TrainEngine(TrainStates):
         if self._model:
             self._model.shards.close()
         self._optimizer = self._model = self._shards = self.adapters = None
+
+
+def _nothing(head_NC: Tensor) -> Tensor:
+    """Zero with a graph, for what reads no token of the head: its backward pass takes as much memory as the head."""
+    return head_NC.flatten()[:0].sum().float()

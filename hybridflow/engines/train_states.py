@@ -51,6 +51,10 @@ class TrainStates:
         images = [memory.images for memory in self._memories()]
         return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
 
+    def image_bytes(self) -> int:
+        """Bytes of the images of parameters and optimizer state in host memory."""
+        return sum(memory.images.nbytes for memory in self._memories())
+
     def _memories(self) -> list[Residency]:
         return [self._shards.memory, *([self._optimizer.memory] if self._optimizer else [])]
 

@@ -409,6 +409,8 @@ class ActorWorker(RowSession, ModelWorker):
         if self.generation is not None:
             engine = self.generation.engine
             found |= {"generation": engine.memory().resident_bytes, "kv_cache": engine.cache_bytes}
+        if self.hybrid is not None:
+            found["buffers"] = self.hybrid.buffer_bytes
         return found
 
     def close(self) -> None:

@@ -470,6 +470,10 @@ class ModelWorker(Worker):
         """Bytes of each kind of state now in device memory."""
         return self.engine.resident_bytes() if self.has_tensors else {}
 
+    def image_bytes(self) -> int:
+        """Bytes of the images of state in host memory."""
+        return self.engine.image_bytes() if self.has_tensors else 0
+
     def sleep(self) -> None:
         """Free the memory of all state and drop its content, until `wake_up`. Process groups stay."""
         self.engine.release()

@@ -10,8 +10,11 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from hybridflow.algorithms.registry import policy_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from hybridflow.config import Adam
+from hybridflow.engines.profile import example_rows
 from tests.contracts.engine_tasks import build, share
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World, threads
@@ -69,6 +72,22 @@ def peak_bytes(world: World, name: str, strategy: Any, size: int, path: Path, sp
     engine.context.groups.close()
     engine.close()
     return found
+
+
+def training_peak(
+    world: World, name: str, strategy: Any, size: int, spec: Any, lengths: Sequence[tuple[int, int]]
+) -> int:
+    """The most memory that the allocator gave at a time while a mini-batch was computed, beside what was there."""
+    engine = build(world, name, strategy, size, None, spec.head, Adam(lr=1e-6), spec=spec)
+    rows, loss = example_rows(*zip(*lengths, strict=True), vocab=spec.vocab), policy_loss()
+    engine.forward_backward(rows, loss, loss.outputs)
+    engine.step()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        engine.forward_backward(rows, loss, loss.outputs)
+    engine.context.groups.close()
+    engine.close()
+    return _peak(seen)
 
 
 def _peak(seen: Any, mapped: Collection[int] = ()) -> int:

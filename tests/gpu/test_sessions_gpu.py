@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import hybridflow as hf
 from hybridflow import FSDP, VLLM, LoRA, Megatron, ZeRO
 from hybridflow.streams.elastic_devices import GroupSizes
+from hybridflow.tracking.report.record import read_events
 from tests.tiny_models import make_classifier, make_policy, make_prompts, make_rows
 
 pytestmark = pytest.mark.gpu
@@ -130,6 +131,24 @@ def test_an_actor_and_a_critic_share_their_devices(pool, models, place, tmp_path
     actor.save(tmp_path / "saved")
     assert actor.generate_sequences(make_prompts(4)).rows == 4
     assert list((tmp_path / "saved").glob("*config.json"))
+
+
+@pytest.mark.parametrize("name", ["fsdp-optimizer", "zero-1", "megatron"])
+def test_the_account_is_what_is_allocated(pool, models, place, tmp_path, name):
+    """To 1 % after every call, and 0.2 MB of batches and small things, which count for models of this size."""
+    actor = place(hf.ActorWorker, pool, model=models[0], optim=ADAM, **ACTORS[name])
+    critic = place(hf.CriticWorker, pool, model=models[1], train=ACTORS[name]["train"], optim=ADAM)
+    reference = place(hf.ReferenceWorker, pool, model=models[0], train=ACTORS[name]["train"], offload=True)
+    with hf.Tracker(tmp_path / "run", console=False) as tracker:
+        for step in range(2):
+            reference.compute_ref_log_prob(hf.BatchRef.from_batch(make_rows(8))).get()
+            tracker.log(iteration(actor, critic, step))
+    found = [event for event in read_events(tmp_path / "run") if event.get("held")]
+    assert {event["role"] for event in found} >= {"actor", "critic", "reference"}
+    for event in found:
+        on_device = {k: v for k, v in event["held"].items() if k != "activations" and not k.endswith(" image")}
+        assert sum(on_device.values()) == pytest.approx(event["memory_after"], rel=0.01, abs=0.2e6), event
+        assert event["memory_after"] + event["held"].get("activations", 0) <= event["peak"] * 1.01
 
 
 @pytest.mark.parametrize("offload", [False, True])

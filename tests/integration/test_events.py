@@ -13,6 +13,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow.errors import WorkerError
+from hybridflow.planner.cost.resident_memory import PlacedGroup
 from hybridflow.tracking.report.chrome_trace import trace
 from hybridflow.tracking.report.limits import find_limits
 from hybridflow.tracking.report.record import read_events
@@ -194,6 +195,45 @@ def test_tiny_minibatches_limit(pool, policy, recorded):
     assert update["tokens"] == inference["tokens"]
     assert update["flops"] == pytest.approx(3 * inference["flops"])
     assert update["flops"] > 0
+
+
+def test_the_account_is_what_the_planner_says(pool, policy, recorded):
+    """Weights, gradients and optimizer state by owner when a call ends, up to the padding of shares; a frozen model
+    that waits in host memory has an image there."""
+    rows, trains = hf.BatchRef.from_batch(make_rows(8)), {"optim": hf.Adam(lr=1e-5), "model": policy}
+    own: dict[str, Any] = {"dtype": "float32"}
+    groups = {
+        "actor": hf.ActorWorker.on(pool[0:2], train=hf.Megatron(tp=2, **own), **trains),
+        "zero": hf.ActorWorker.on(pool[0:2], train=hf.ZeRO(stage=2, **own), name="zero", **trains),
+        "fsdp": hf.ActorWorker.on(pool[0:2], train=hf.FSDP(**own), name="fsdp", **trains),
+        "away": hf.ReferenceWorker.on(
+            pool[0:2], model=policy, train=hf.ZeRO(stage=1, **own), offload=True, name="away"
+        ),
+    }
+    still = {}
+    for name, group in groups.items():
+        read = group.ranks.spec.model
+        assert read is not None
+        placed = PlacedGroup.of(name, read(), {**group.settings, "offload": False}, group.ranks.grid)
+        assert placed is not None
+        still[name] = placed.still
+
+    def body(_: Any) -> Any:
+        groups["away"].compute_ref_log_prob(rows)
+        return [groups[name].update_actor(rows, loss="pretrain") for name in ("fsdp", "zero", "actor")]
+
+    try:
+        events = recorded(prompts(steps=2), body)
+    finally:
+        for group in groups.values():
+            group.close()
+    after = [e for e in events if e.get("method") == "update_actor" and e["role"] == "actor" and e["step"] == 2]
+    assert len(after) == 2
+    for held in (event["held"] for event in after):
+        assert held.pop("away image") == pytest.approx(still["away"].parameters, rel=0.01)
+        planned = {owner: size for name in ("actor", "zero", "fsdp") for owner, size in still[name].owned(name).items()}
+        del planned["fsdp gradients"]  # every step frees them
+        assert held == pytest.approx(planned, rel=0.01)
 
 
 def test_weight_transfers_limit(pool, place, recorded, tmp_path_factory):

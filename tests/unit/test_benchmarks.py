@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import controller, controls, generation, iteration, packing, streams
+from benchmarks import controller, controls, generation, iteration, memory_picture, packing, streams
 from benchmarks.stream_runs import LoopRun, Speeds
 from hybridflow.planner import DecodingSpeed
 
@@ -88,3 +88,17 @@ def test_ragged_lengths_have_their_median_and_longest():
     assert min(lengths) >= 1
     assert statistics.median(lengths) == pytest.approx(generation.MEDIAN, abs=1)
     assert lengths != sorted(lengths)
+
+
+def test_a_picture_of_memory_has_a_column_for_each_call():
+    """As tall as what is held and, above it, what the call had at its peak; without what is in host memory."""
+    call = {"kind": "call", "pool": "main", "rank": 0, "role": "actor", "method": "update_actor", "step": 2}
+    held = {"actor parameters": 3 << 30, "critic image": 9 << 30, "activations": 1 << 30}
+    events = [{**call, "held": held}, {**call, "held": {"actor parameters": 2 << 30}}, {**call, "step": 1}, call]
+    calls = memory_picture.calls_of([*events, {**call, "rank": 1, "held": held}], 2, "main/0")
+    assert len(calls) == 2
+    drawn = memory_picture.picture(calls)
+    tall = [memory_picture.HEIGHT * part for part in (3 / 4, 1 / 4, 2 / 4)]
+    assert [f'height="{one:.1f}"' in drawn for one in tall] == [True] * 3
+    assert "4 GiB" in drawn
+    assert "image" not in drawn

@@ -220,7 +220,18 @@ def test_a_cluster_that_is_too_small(home: Path, capsys: pytest.CaptureFixture[s
     said = refused(capsys, f"{home}/driver.py", "--cluster", "a100:1x1", f"model={home}/model")
     assert "too small" in said
     assert "actor" in said
-    assert "a100:3x1" in said.partition("The smallest cluster")[2]
+    assert "a100:2x1" in said.partition("The smallest cluster")[2]
+
+
+def test_an_estimate_names_every_call(home: Path, capsys: pytest.CaptureFixture[str]):
+    asked = ["estimate", f"{home}/driver.py", "--cluster", "a100:1x2", "--rows", "16", f"model={home}/model"]
+    assert cli.main(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    calls = {line.partition(" ")[0].rstrip(":"): line for line in lines}
+    assert "generation is not run" in calls["actor.generate_sequences"]
+    assert "a function" in calls["reward.compute_reward"]
+    for part in ("(1-1-2 on 0-1, rank 0): ", "parameters ", "gradients ", "optimizer ", "(planner: ", " FLOP; "):
+        assert part in calls["actor.update_actor"]
 
 
 def traced(home: Path) -> Trace:

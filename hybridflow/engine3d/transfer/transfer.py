@@ -62,7 +62,7 @@ class Transfer:
     raised on its rank, and LayoutError on the others. WaitTimeoutError when a rank does not take part.
 
     Attributes: `sent_bytes` and `received_bytes` over the wire in all runs so far; `peak_bytes`, the peak of buffer
-    memory in a run."""
+    memory in a run, and `kept_bytes`, what buffers have now: they stay for the next run."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Transfer:
         acquire: Memory | None = None,
     ) -> None:
         self.plan, self.group, self.rank = plan, group, rank
-        self.sent_bytes = self.received_bytes = self.peak_bytes = 0
+        self.sent_bytes = self.received_bytes = self.peak_bytes = self.kept_bytes = 0
         self._release, self._acquire = release, acquire
         self._device = wire_device(group)
         bound = LocalPlan(plan, source, destination, rank)
@@ -162,7 +162,7 @@ class Transfer:
 
     def release(self) -> None:
         """Give the buffers back; the next run allocates them again."""
-        self._arenas = []
+        self._arenas, self.kept_bytes = [], 0
         for one in self._rounds:
             one.unbind()
 
@@ -192,7 +192,8 @@ class Transfer:
             self._arenas = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._arena_sizes()]
             for i, one in enumerate(self._rounds):
                 one.bind(self._arenas[i % IN_FLIGHT])
-        self.peak_bytes = max(self.peak_bytes, sum(arena.nbytes for arena in self._arenas))
+        self.kept_bytes = sum(arena.nbytes for arena in self._arenas)
+        self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
 
     def _arena_sizes(self) -> list[int]:
         return [

@@ -204,6 +204,9 @@ class LocalGradients:
     def __init__(self, parameters: Mapping[str, nn.Parameter], views: Views, device: torch.device) -> None:
         self._parameters, self._views, self._device = parameters, views, device
         self._away: Residency | None = None
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self._largest = max(trained, key=lambda one: one.numel(), default=None)
+        self._bytes = 0  # of all, once there have been any
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -222,7 +225,10 @@ class LocalGradients:
 
     @property
     def resident_bytes(self) -> int:
-        return Residency(self.tensors, self._device).total_bytes if self.resident else 0
+        if not self.resident or self._largest is None or self._largest.grad is None:
+            return 0
+        self._bytes = self._bytes or Residency(self.tensors, self._device).total_bytes
+        return self._bytes
 
     def offload(self, zero: bool) -> None:
         if self._away is None:

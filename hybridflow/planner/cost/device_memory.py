@@ -12,6 +12,7 @@ from functools import cached_property
 from hybridflow.planner.cost.call_cost import LEAST_ROWS, Waves, cache_bytes
 from hybridflow.planner.cost.pipeline_cost import CallContext, PipelineSchedule
 from hybridflow.planner.describe.graph import Kind
+from hybridflow.planner.pipeline.schedule import WINDOW
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,22 @@ class DeviceMemory:
     def active(self) -> float:
         return self.activations + self.kv_cache + self.logits + self.weights + self.gathered + self.visiting
 
+    def owned(self, group: str) -> dict[str, float]:
+        """Bytes by owner, as the events of a run have them: what has memory while a call of the group runs."""
+        kinds = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer", "average", "kv_cache")}
+        kinds |= {"generation": self.weights, "visiting": self.visiting}
+        found = {f"{group} {kind}": size for kind, size in kinds.items()}
+        found["activations"] = self.activations + self.logits + self.gathered
+        return {owner: size for owner, size in found.items() if size}
+
 
 GRADIENT = 4
 MOMENTS = 8  # Adam's two, float32
 MAIN = 4  # float32 parameters beside those of 16 bits
-# Bytes per logit while log-probabilities are taken of it: what the product wrote and two float32 copies; in training
-# probabilities and their gradient in float32, and this once more as the product takes it.
-READ, TRAINED = 2 + 4 + 4, 2 + 4 + 4 + 2
+BLOCKS = 2 * (64 << 20)
+"""At most: logits are read in float32 in blocks of tokens (`engines.token_outputs`)."""
+NORM = 12
+"""A norm's backward pass has this number of its inputs at once, in 16 bits: several in float32."""
 
 
 def weights(context: CallContext) -> float:
@@ -104,25 +114,40 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
         tokens, longer = tokens / cp, longer / cp
         answers = min(answers, tokens + longer)
     logits, layer = answers * size.vocab / t if size.vocab > 1 else 0.0, saved_activations(context)
+    read = logits * context.itemsize + min(BLOCKS, 8 * logits) + answers * size.hidden * context.itemsize
+    hidden = size.hidden / context.links.shares * context.itemsize
+    sent = min(WINDOW + 2, schedule.micro) * tokens * hidden if p > 1 else 0.0  # on their way to the next stage
+    # where ranks share the sequence, Megatron's buffer for all of it
+    read += (whole := (tokens + longer) * size.hidden * context.itemsize if context.links.shares > 1 else 0.0)
+    sent += whole
     # two layers (one computes, the next is on its way) and all that lies outside of the layers
     unit, outside = context.unit
     gathered = (2 * unit + outside) * context.itemsize if context.backend.sharded else 0.0
-    if kind == "inference":
-        activations = 2 * (tokens + longer) * layer
-        return DeviceMemory(activations=activations, logits=logits * READ, weights=own, gathered=gathered)
+    if kind == "inference":  # logits come when a layer's are gone
+        first, last = (tokens + longer) * (4 * size.intermediate / t * context.itemsize + 2 * hidden) + sent, read
+        if context.backend.sharded:  # what lies outside comes first, as one message that is taken apart
+            first = max(first, outside * context.itemsize)
+        return DeviceMemory(activations=max(0.0, first - last), logits=last, weights=own, gathered=gathered)
     flight = min(p, schedule.micro)  # micro-batches of which the first stage keeps activations (1F1B)
-    layers = -(-size.layers // p)
-    held = flight * tokens + longer
-    if work.recompute:
-        inputs = held * layers * size.hidden / context.links.shares * context.itemsize
-        activations = inputs + (tokens + longer) * layer
-    else:
-        activations = held * layers * layer
+    kept = -(-size.layers // p) * (hidden if work.recompute else layer)
+    passing = (tokens + longer) * (backward_activations(context) + layer * work.recompute)
+    ends = [0.0 if context.backend.lora else side / t * context.itemsize for side in (size.embedding, size.output)]
+    # gradients of logits, beside these or the gradient of what made them; gone when a layer's backward pass comes
+    read = max(read, ends[1]) + logits * context.itemsize
+    first = max(flight * tokens * kept + passing, (flight - 1) * tokens * kept + ends[0]) + longer * kept + sent
+    last = (tokens + longer) * kept + read
+    activations, logits = (last - read, read) if last > first else (first, 0.0)
     if context.backend.stage > 1:  # whole gradients that wait to be added up over ranks: of two units of the model;
         (unit, outside), micro = context.trained, schedule.micro * schedule.flushes
         some = micro == 1 or context.backend.often  # of all where micro-batches are added up on each rank first
         gathered += (unit + max(unit, outside) if some else size.layers * unit + outside) * GRADIENT
-    return DeviceMemory(activations=activations, logits=logits * TRAINED, weights=own, gathered=gathered)
+    return DeviceMemory(activations=activations, logits=logits, weights=own, gathered=gathered)
+
+
+def backward_activations(context: CallContext) -> float:
+    """Bytes per token that a layer's backward pass has at once beside what is saved."""
+    size, t, hidden = context.size, context.parallel.t, context.size.hidden / context.links.shares
+    return max(NORM * hidden * 2, (2 * size.intermediate / t + 2 * hidden) * context.itemsize)
 
 
 def saved_activations(context: CallContext) -> float:
@@ -130,12 +155,14 @@ def saved_activations(context: CallContext) -> float:
     attention and a gated MLP): inputs of norms and products (whole unless the ranks share the sequence), and everything
     between, of which a rank has its own shard.
 
-    Layers of transformers also keep what a norm makes, its input in float32, and the activation of the gate."""
+    Layers of transformers also keep what a norm makes, its input in float32, and the activation of the gate; those of
+    Megatron queries and keys before their rotation, which are one tensor with the values."""
     size, t, itemsize = context.size, context.parallel.t, context.itemsize
-    norms, wide = 4.0, 3
+    norms, wide, heads = 4.0, 3, 3
     if context.backend.of_transformers:
         norms, wide = (6.0 if itemsize == 4 else 4 + 2 * 4 / itemsize), 4
-    own = 2 * size.queries / t + 2 * size.keys_on(t) + wide * size.intermediate / t + 2 * size.latent / t
+        heads = 2
+    own = heads * size.queries / t + heads * size.keys_on(t) + wide * size.intermediate / t + 2 * size.latent / t
     if size.experts:  # of each token a copy for each expert that it meets
         own += size.chosen * size.sparse * (2 * size.hidden + wide * size.columns) / t
     return (norms * size.hidden / context.links.shares + own) * itemsize

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from hybridflow.errors import ConfigError, PlacementError, nearest
-from hybridflow.placement import Bar, CallLayout, CallPlacement, GroupPlacement, Placement
+from hybridflow.placement import GIB, Bar, CallLayout, CallPlacement, GroupPlacement, Placement
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
 from hybridflow.planner.cost.layer_profile import LayerProfile
@@ -189,6 +189,23 @@ def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[st
             move_seconds=moved.get(call.name, 0.0),
             limit=costs.beside(call, here, beside).limit,
             memory=0.0 if on_cpu else kept[fullest] + active,
+            held="" if on_cpu else _listed(account(costs, found, call.name, fullest, kv_budget)),
             capacity=0.0 if on_cpu else costs.capacity[fullest],
         )
     return calls
+
+
+def account(
+    costs: Costs, found: ExecutionPlan, call: str, device: int, kv_budget: float | None = None
+) -> dict[str, float]:
+    """Bytes by owner on a device while a call runs, as the events of a run have them (`Event.held`)."""
+    held = dict[str, float]()
+    for group, name in costs.homes.items():
+        if device in found[name].mesh.devices:
+            held |= costs.still(group, found[name]).owned(group)
+    own = costs.graph.call(call).group
+    return held | costs.added(call, found[call], found[costs.homes[own]], kv_budget).owned(own)
+
+
+def _listed(held: dict[str, float]) -> str:
+    return ", ".join(f"{owner} {size / GIB:.2f}" for owner, size in held.items())

@@ -69,6 +69,8 @@ class EventSummary:
         self._run_offsets: list[int] = []
         self.memory: dict[str, dict[str, float]] = {}
         """Largest bytes of each device in each phase (`role.method`)."""
+        self.held: dict[str, dict[str, dict[str, float]]] = {}
+        """Of each device in each phase the account (bytes by owner) of the call with most."""
         self._calls: dict[tuple[int, int, str], list[float]] = {}  # the slowest rank's work, wait and ranks
         self._waits: dict[int, float] = {}  # first start of the driver's waits
         for offset, event in files.placed_lines("events.jsonl"):
@@ -101,6 +103,10 @@ class EventSummary:
             if one.memory:
                 phases = self.memory.setdefault(one.device, {})
                 phases[name] = max(phases.get(name, 0), one.memory)
+            account = event.get("held")
+            if isinstance(account, dict) and (sizes := {k: v for k, v in account.items() if is_number(v)}):
+                of_device = self.held.setdefault(one.device, {})
+                of_device[name] = max(of_device.get(name, {}), sizes, key=lambda found: sum(found.values()))
             call = self._calls.setdefault((one.step, one.seq, name), [0.0, 0.0, 0])
             call[0] = max(call[0], one.end - one.ready)
             call[1] = max(call[1], one.ready - one.start)

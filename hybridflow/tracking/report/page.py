@@ -92,6 +92,7 @@ def _run_data(files: RunFiles) -> dict[str, Any]:
         "plan": seconds if is_number(seconds) else None,
         "devices": events.devices(),
         "memory": events.memory,
+        "held": events.held,
         "calls": events.calls(),
         "marks": events.marks[:_MOST_MARKS],
         "marks_of": len(events.marks),

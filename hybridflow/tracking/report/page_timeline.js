@@ -226,8 +226,22 @@ function showMemory() {
         return { background: `color-mix(in srgb, var(--accent) ${Math.round(60 * found / (row.memory || top))}%, transparent)` };
       },
     }));
-    return el("div", {}, el("h3", {}, run.name), table(columns, rows));
+    return el("div", {}, el("h3", {}, run.name), table(columns, rows), showHeld(run));
   }), el("p", { className: "dim" }, "The most that a device held in each phase, over the run. CUDA: allocated; CPU: resident in the process."));
+}
+
+function showHeld(run) {
+  const phases = new Map(); // of each phase the fullest device
+  Object.entries(run.held || {}).forEach(([device, found]) => Object.entries(found).forEach(([phase, held]) => {
+    const all = Object.values(held).reduce((a, b) => a + b, 0);
+    if (all > (phases.get(phase) || { all: -1 }).all) phases.set(phase, { phase, device, held, all });
+  }));
+  if (!phases.size) return "";
+  const rows = [...phases.values()];
+  const owners = [...new Set(rows.flatMap((row) => Object.keys(row.held)))].sort();
+  const columns = [{ name: "after", value: (row) => row.phase }, { name: "device", value: (row) => row.device }];
+  owners.forEach((owner) => columns.push(size(owner, (row) => row.held[owner])));
+  return el("div", {}, el("p", { className: "dim" }, "By owner, of the device with most. Images are in host memory; activations: at the peak of the call."), table(columns, rows));
 }
 
 const size = (name, value) => ({ name, number: true, value, show: (row) => bytes(value(row)) });

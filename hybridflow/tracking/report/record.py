@@ -30,12 +30,12 @@ EVENTS = "events.jsonl"
 
 
 def as_record(event: Event | Incident, step: int) -> dict[str, Any]:
-    """The JSON object of an event; of its work only the numbers that are not zero."""
+    """The JSON object of an event; of its work and of what it held only the numbers that are not zero."""
     if isinstance(event, Incident):
         return asdict(event) | {"step": step}
     found = event._asdict() | {"step": step} | {name: value for name, value in event.work._asdict().items() if value}
     del found["work"]
-    return found
+    return found | {"held": {owner: size for owner, size in event.held if size}}
 
 
 def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:

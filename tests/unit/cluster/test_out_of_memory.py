@@ -91,3 +91,10 @@ def test_the_error_survives_pickling():
     assert isinstance(error, HybridFlowError | RuntimeError)
     assert str(pickle.loads(pickle.dumps(error))) == "text"
     assert issubclass(torch.OutOfMemoryError, RuntimeError)
+
+
+def test_images_in_host_memory_are_named_apart():
+    use = DeviceUse(80 * GIB, 0, {("actor", "parameters"): 20 * GIB, ("actor", "image"): 30 * GIB}, {})
+    said = explain("actor", "update_actor", "", use, {}, "out of memory")
+    assert "In it: actor parameters 20.00 GiB, all else (activations, buffers, other processes) 60.00 GiB." in said
+    assert "In host memory: actor 30.00 GiB." in said

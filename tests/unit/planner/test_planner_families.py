@@ -242,7 +242,7 @@ def test_a_mixture_gets_expert_parallel_ranks():
 
 
 def test_rows_that_do_not_fit_are_shared():
-    long = Workload(rows=16, prompt=1024, response=100_000, recompute=True)
+    long = Workload(rows=16, prompt=1024, response=160_000, recompute=True)
     sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32}
     model = spec_of_config(AutoConfig.for_model("phi3", **sizes, vocab_size=32064).to_dict(), "lm")
     graph = replace(grpo(model), strategies=dict.fromkeys(("actor", "reference"), FSDP()))

@@ -114,7 +114,7 @@ def small_case(seed: int) -> Costs:
     large = Costs(ClusterSpec((NodeSpec(device, count, 1e10),), 1e9), graph, work)
     all_here = CallPlan(Mesh.of(0, count), Parallel(d=count))
     needed = sum(large.static(group, all_here) for group in graph.groups)
-    device = replace(device, memory=draw.uniform(0.6, 2.0) * needed)
+    device = replace(device, memory=draw.uniform(0.6, 2.7) * needed)
     return large.on(ClusterSpec((NodeSpec(device, count, 1e10),), 1e9))
 
 

@@ -1,0 +1,122 @@
+"""CallEstimate: what the calls of a training engine take on one rank, counted by running the engine on a FakeDevice."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridflow.algorithms.registry import policy_loss, value_loss
+from hybridflow.batch.batch import Batch
+from hybridflow.config import Optimizer, TrainStrategy
+from hybridflow.engines.contract import UNINITIALIZED
+from hybridflow.engines.fake_device import FakeDevice
+from hybridflow.engines.profile import example_rows
+from hybridflow.engines.train_backends import build_engine
+from hybridflow.engines.train_engine import TrainEngine
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.topology import RankGrid
+
+
+@dataclass(frozen=True)
+class CallEstimate:
+    """Of one call on one rank."""
+
+    held: Mapping[str, int]
+    """Bytes by owner, as `TrainEngine.resident_bytes` has them, while the call runs."""
+    active: int
+    """Bytes beside these at the peak: activations, logits, what is gathered, message buffers."""
+    flops: float
+    collectives: Mapping[str, tuple[float, float]]
+    """By kind: their number, and the bytes of their largest sides."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values()) + self.active
+
+
+@dataclass(frozen=True)
+class CallRows:
+    """A call of a group on one rank: its `rows` of (prompt, response) tokens, of one mini-batch in training, which is
+    done `times` times."""
+
+    kind: Literal["inference", "training"]
+    rows: Sequence[tuple[int, int]]
+    times: int = 1
+
+
+def estimate_rank(
+    role: str,
+    rank: int,
+    grid: RankGrid,
+    strategy: TrainStrategy,
+    spec: Decoder,
+    optimizer: Optimizer | None,
+    calls: Mapping[str, CallRows],
+) -> dict[str, CallEstimate]:
+    """Each of `calls` on this rank.
+
+    Of a pass of many micro-batches two times as many as there are pipeline stages run, since peaks do not grow after
+    these; FLOP and collectives of the others are added as of those. Errors: ConfigError in a process that is part of
+    a torch world, and those of the engine.
+    """
+    device, found = FakeDevice(), dict[str, CallEstimate]()
+    with device.rank(role, rank, grid) as context:
+        engine = build_engine(context, strategy, spec, UNINITIALIZED, optimizer)
+        for name, asked in calls.items():
+            found[name] = _Counted(device, engine, asked).estimate()
+        engine.close()
+        context.groups.close()
+        del engine
+        gc.collect()
+    return found
+
+
+class _Counted:
+    """Runs a call on the rows of some of its micro-batches."""
+
+    def __init__(self, device: FakeDevice, engine: TrainEngine, asked: CallRows) -> None:
+        self.device, self.engine, self.asked = device, engine, asked
+        tokens = [prompt + response for prompt, response in asked.rows]
+        self.total = len(engine.tokens.split.rows(_tensor(tokens)))
+        self.held: dict[str, int] = {}
+        self.loss: Any = policy_loss() if engine.spec.head == "lm" else value_loss()
+
+    def estimate(self) -> CallEstimate:
+        few, many = self.engine.grid.p, 2 * self.engine.grid.p
+        part = min(1.0, many / self.total)
+        peak, flops, collectives = self._run(part)
+        if part < 1:  # the difference of two passes is what more micro-batches would add
+            more = (self.total - many) / few
+            _, less, before = self._run(few / self.total)
+            flops += more * (flops - less)
+            for kind, (count, size) in list(collectives.items()):
+                fewer, smaller = before.get(kind, (0.0, 0.0))
+                collectives[kind] = count + more * (count - fewer), size + more * (size - smaller)
+        times = self.asked.times
+        found = {kind: (times * count, times * size) for kind, (count, size) in collectives.items()}
+        return CallEstimate(dict(self.held), peak - sum(self.held.values()), times * flops, found)
+
+    def _run(self, share: float) -> tuple[int, float, dict[str, tuple[float, float]]]:
+        """Peak bytes, FLOP and collectives with this share of the rows."""
+        device, engine = self.device, self.engine
+        rows = sorted(self.asked.rows, key=sum, reverse=True)[: max(1, math.ceil(share * len(self.asked.rows)))]
+        batch: Batch = example_rows(*zip(*rows, strict=True), vocab=engine.spec.vocab)
+        device.restart()
+        if self.asked.kind == "inference":
+            engine.forward(batch, ("log_probs",) if engine.spec.head == "lm" else ("values",))
+            self.held = engine.resident_bytes()
+        else:
+            engine.forward_backward(batch, self.loss, self.loss.outputs)
+            self.held = engine.resident_bytes()
+            engine.step()
+        gc.collect()
+        return device.peak, device.flops, dict(device.collectives)
+
+
+def _tensor(values: Sequence[int]) -> Any:
+    import torch
+
+    return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,138 @@
+"""FakeDevice: runs an engine's code on tensors without memory, and counts what it would take on a device.
+
+Floating point tensors are torch's FakeTensors on the device type "cpu" (another needs a build of torch for it), which
+stand for a device's; whole numbers, such as token ids and lengths, are real, since code branches on them. Numbers that
+are read from fake tensors are ones. Collectives are of a process group that has this rank alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hybridflow.engines import attention
+from hybridflow.engines.process_groups import ProcessGroups, RankContext
+from hybridflow.errors import ConfigError
+from hybridflow.topology import RankGrid
+
+aten: Any = torch.ops.aten
+_KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
+_KINDS |= {"alltoall": "all-to-all", "broadcast": "broadcast", "send": "send", "recv": "receive"}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+class FakeDevice(TorchDispatchMode):
+    """Within, `allocated` bytes have memory, `peak` at most since `restart`; `flops` and `collectives` (number and
+    bytes, by kind) count from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._sizes: dict[int, int] = {}
+        self.allocated = self.peak = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.peak, self.flops = self.allocated, 0.0
+        self.collectives: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, Tensor) and kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it calls this again with the local ones
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # torch asks for the shape of a result
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if fake and func is aten._local_scalar_dense.default:
+            return 1.0 if tensors[0].is_floating_point() else 1
+        if func is aten.copy_.default and any(tensor.is_meta for tensor in tensors):  # a storage's bytes
+            return args[0]
+        if func is aten._to_copy.default and str(kwargs.get("device")) == "meta":
+            like, dtype = tensors[0], kwargs.get("dtype")
+            return torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device="meta")
+        out = self._made(func, args, kwargs) if _makes(tensors, kwargs) else func(*args, **kwargs)
+        self._count(func, args, kwargs, out, fake)
+        return out
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor that is made of nothing: fake if it is of floating point numbers."""
+        with self._mode:
+            out = func(*args, **kwargs)
+        return out if isinstance(out, Tensor) and out.is_floating_point() else func(*args, **kwargs)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, fake: bool) -> None:
+        if func.namespace == "c10d" and fake:
+            name = func._overloadpacket.__name__
+            kind = next((kind for known, kind in _KINDS.items() if known in name), name)
+            sizes = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args]
+            number, size = self.collectives[kind]
+            self.collectives[kind] = number + 1, size + max(sizes)
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            causal = func.namespace == "torch_attn"  # torch counts all pairs of a sequence
+            self.flops += flops(*args, **kwargs, out_val=out) / (2 if causal else 1)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if (key := storage._cdata) not in self._sizes:
+                    self._sizes[key] = 0
+                    weakref.finalize(storage, self._resized, key, None)
+                    self._resized(key, storage.nbytes())
+
+    def _resized(self, key: int, size: int | None) -> None:
+        """A known storage has `size` bytes now; None: it is gone."""
+        self.allocated += (size or 0) - self._sizes.pop(key)
+        self.peak = max(self.peak, self.allocated)
+        if size is not None:
+            self._sizes[key] = size
+
+    @contextmanager
+    def rank(self, role: str, rank: int, grid: RankGrid) -> Iterator[RankContext]:
+        """The context of one rank of a group, in which engines are built and run. Errors: ConfigError in a process
+        that has a torch world."""
+        if dist.is_initialized():
+            raise ConfigError("an estimate needs a process of its own: this one is part of a torch world already.")
+        device, resize = torch.device("cpu"), torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._resized(storage._cdata, storage.nbytes())
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
+        try:
+            with ExitStack() as within:
+                within.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+                within.enter_context(patch.object(attention, "has_flash_kernels", lambda device: True))
+                groups = _FakeGroups(FakeStore(), role, range(grid.size), rank, device)
+                within.enter_context(self)
+                yield RankContext(role, rank, grid, device, groups)
+        finally:
+            dist.destroy_process_group()
+
+
+def _makes(tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation on these makes a tensor on a device of nothing, such as `torch.zeros`."""
+    device = kwargs.get("device")
+    return all(tensor.is_meta for tensor in tensors) and str(device) != "meta" and not (tensors and device is None)
+
+
+class _FakeGroups(ProcessGroups):
+    def new(self, name: str, members: Any, backend: str | None = None, timeout: float | None = None) -> Any:
+        return super().new(name, members, "fake", timeout)
+
+    def collectives(self) -> dict[str, int]:
+        return {}
