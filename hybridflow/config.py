@@ -30,6 +30,7 @@ from hybridflow.topology import RankGrid, data_parallel, divisors
 
 DType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
+KV = Literal["recompute", "keep", "offload", "auto"]
 
 
 @settings
@@ -432,9 +433,11 @@ class VLLM:
     `memory_fraction` (CUDA) is the share of device memory for weights and KV cache, `kv_cache_gb` (CPU) the size of the
     KV cache in GiB. `return_routed_experts` adds the column of that name, without return_: the experts of each token.
 
-    Unfinished rows continue when new weights arrive: with `kv="recompute"` their KV cache is computed again, with
-    `kv="keep"` it stays (faster; later tokens then attend to keys and values of older weights). An actor that generates
-    on its own devices gives its cache back while it trains, and refuses `kv="keep"`.
+    Unfinished rows continue when new weights arrive, or when other models have had the devices (an actor that trains
+    on its own, a rollout with offload=True). With `kv="recompute"` their KV cache is then computed again. Otherwise it
+    stays, which is faster, and later tokens attend to keys and values of older weights; while others have the devices
+    it waits in device memory (`kv="keep"`), in host memory (`kv="offload"`), or with `kv="auto"` where the planner's
+    constants say it is cheapest for the length of each row, which may be to compute it again.
 
     On CUDA vLLM captures graphs, which hold addresses: its weights come and go as a whole and share no memory with
     training. `eager=True` (CPU: always) captures none: slower, but transitions go layer by layer and share storages.
@@ -453,7 +456,7 @@ class VLLM:
     memory_fraction: Annotated[float, Check("in (0, 1)", lambda value: is_number(value) and 0 < value < 1)] = 0.5
     kv_cache_gb: NonNegative = 0.25
     eager: bool = False
-    kv: Literal["recompute", "keep"] = "recompute"
+    kv: KV = "recompute"
     sampling: Sampling = Sampling()
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, Pass, architecture
-from hybridflow.planner.describe.cluster_spec import DEVICES, slowed
+from hybridflow.planner.describe.cluster_spec import known_device, slowed
 from hybridflow.planner.describe.mesh import powers
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
@@ -275,10 +275,3 @@ def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
 def _share(found: Iterable[Mapping[str, Points]], kind: str) -> float:
     """The mean share of busy time over all ranks."""
     return max(_LEAST, statistics.fmean(share for one in found for _, share in one[kind]))
-
-
-def known_device(name: str) -> str:
-    """The planner's name of a device: "NVIDIA A100-SXM4-80GB" is a100."""
-    plain = name.lower().replace(" ", "-")
-    fitting = [known for known in DEVICES if set(known.split("-")) <= set(plain.split("-"))]
-    return max(fitting, key=len) if fitting else plain

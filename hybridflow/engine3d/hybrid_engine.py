@@ -198,6 +198,7 @@ class HybridEngine:
         self._move.account.restart()
         self._agree(self._move.prepare if stale else self._move.recall)
         self._agree(partial(self._leave, stale))
+        self._agree(self._generate.wake)  # apart: ranks of a replica may exchange what fits
         seconds = time.perf_counter() - start
         if self._trained:
             self._generate.weights_changed()
@@ -222,7 +223,6 @@ class HybridEngine:
         if stale:
             self._move.run()
         self._synchronize()
-        self._generate.wake()
 
     def _return(self, parks: bool) -> None:
         self._generate.sleep()

@@ -109,7 +109,7 @@ class MappedMemory:
     those of a sleeping vLLM too."""
 
     def __init__(self) -> None:
-        self._unmapped = self._peak = 0
+        self._unmapped = self._peak = self._highest = 0
 
     def set_unmapped(self, size: int) -> None:
         """From here on `size` bytes of what torch has allocated have no memory."""
@@ -122,11 +122,20 @@ class MappedMemory:
 
     def peak(self, restart: bool = False) -> int:
         """Since the latest call with `restart`."""
-        peak = self._peak = max(self._peak, torch.cuda.max_memory_allocated() - self._unmapped)
+        latest = torch.cuda.max_memory_allocated() - self._unmapped
+        peak = self._peak = max(self._peak, latest)
+        self._highest = max(self._highest, latest)
         if restart:
             self._peak = 0
             torch.cuda.reset_peak_memory_stats()
         return peak
+
+    def highest(self) -> int:
+        """Since the latest call of this method, also over calls with `restart`."""
+        _ = self.peak()
+        found, self._highest = self._highest, 0
+        torch.cuda.reset_peak_memory_stats()
+        return found
 
 
 MAPPED = MappedMemory()

@@ -14,7 +14,9 @@ from random import Random
 from statistics import NormalDist
 from typing import Annotated, Any
 
+from hybridflow.config import KV
 from hybridflow.planner.admission import Admission, StreamOptions
+from hybridflow.planner.cost.cache_places import CachedRow, CachePrices, cache_places, place_seconds
 from hybridflow.settings import Check, Count, NonNegative, Positive, Size, is_number, require, settings
 
 TAIL = NormalDist().inv_cdf(0.999)
@@ -24,11 +26,13 @@ Ratio = Annotated[float, Check("a number of at least 1", lambda value: is_number
 @settings
 class DecodingSpeed:
     """A decoding step of one replica with m rows takes `base` + m `per_row` seconds; computing the keys and values of
-    prompts and of interrupted rows `prefill` seconds per token. Up to `slots` rows are decoded at once."""
+    prompts and of interrupted rows `prefill` seconds per token, and for an interrupted row of n tokens n^2 `attention`
+    more. Up to `slots` rows are decoded at once."""
 
     base: NonNegative
     per_row: NonNegative
     prefill: NonNegative = 0.0
+    attention: NonNegative = 0.0
     slots: Size = 256
 
     def __post_init__(self) -> None:
@@ -79,7 +83,8 @@ class StreamRun:
     With `max_staleness=0` this is the synchronous loop: on one set of devices if replicas and training use all of them,
     since they alternate. `whole_batches` with `max_staleness=1` is one-step-off: prompts start, and weights arrive,
     between two batches only. Of `lengths` that are given, each is that of a response in the order of admission, again
-    from the first when they end."""
+    from the first when they end. Keys and values of rows under way are during a sync where `kv` says, at the prices of
+    `cache`; a replica has room in device memory for those of `cache_room` tokens (None: of all)."""
 
     options: StreamOptions
     replicas: Size
@@ -90,7 +95,9 @@ class StreamRun:
     train_seconds_per_token: NonNegative = 0.0  # of its prompts and responses
     sync_seconds: NonNegative = 0.0  # of the trainer and of all replicas
     report_seconds: NonNegative = 0.0  # until the end of a response is known, as of replicas that report after calls
-    keep_kv: bool = False  # else a sync makes replicas compute keys and values of the rows under way again
+    kv: KV = "recompute"
+    cache: CachePrices = CachePrices(offload=0.0)  # per token, not per byte
+    cache_room: NonNegative | None = None
     whole_batches: bool = False
     cores: Positive | None = None  # that busy replicas and training share, all slower alike (None: one for each)
     train_processes: Size = 1
@@ -336,7 +343,14 @@ class _StreamSimulation(Decoding):
         self.policy.synced()
         for number, replica in self.replicas.items():
             replica.pass_until(self.now)
-            again = 0.0 if self.given.keep_kv else replica.decoded() + len(replica.running) * self.given.prompt_tokens
-            self.recomputed += again
-            replica.stalled += self.given.sync_seconds + again * self.given.speed.prefill
+            replica.stalled += self.given.sync_seconds + self.interrupted(replica)
             self.refill(number, self.policy.version)
+
+    def interrupted(self, replica: DecodingReplica) -> float:
+        """Seconds until the keys and values of a replica's rows are there again."""
+        run, speed = self.given, self.given.speed
+        done = (row.context + max(0.0, replica.steps - end + row.length) for end, _, row in replica.running)
+        rows = [CachedRow(n, n * (speed.prefill + n * speed.attention)) for n in done if n]
+        places = cache_places(run.kv, rows, run.cache, math.inf if run.cache_room is None else run.cache_room)
+        self.recomputed += sum(row.nbytes for row, place in zip(rows, places, strict=True) if place == "recompute")
+        return place_seconds(rows, places, run.cache)

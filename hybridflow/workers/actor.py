@@ -65,11 +65,6 @@ def _check(name: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, devi
     good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
     require(good, f"{name}(mismatch={given!r}): give hf.Mismatch(...).")
     if (generate := settings["generate"]) is not None:
-        require(
-            generate.kv != "keep",
-            f'{name}: VLLM(kv="keep") keeps the KV cache of rollouts while they get new weights; on devices that also '
-            f"train its memory is given back for that. Leave it out, or give the option to a RolloutWorker.",
-        )
         check_config(settings["model"])
         check_vllm(model, generate, device_type)
 

@@ -36,7 +36,8 @@ class RolloutWorker(RowSession, Worker):
 
     It starts with the checkpoint's weights; `hf.sync_weights(actor, rollout)` gives it an actor's weights. Its ranks
     form engines of `VLLM(pp=..., tp=...)` ranks each, as many as the pool holds. `offload=True` keeps its weights in
-    host memory between calls and frees the KV cache, also that of unfinished rows.
+    host memory between calls and frees the KV cache: that of unfinished rows waits where `VLLM(kv=...)` says, with
+    "recompute" in host memory until new weights arrive.
     """
 
     role = "rollout"
@@ -97,7 +98,8 @@ class RolloutWorker(RowSession, Worker):
 
     def _rest(self) -> None:
         if self._rests or not self.rollout.unfinished:  # a session continues from its KV cache
-            self.engine.sleep()  # frees the cache's memory for other groups
+            kv = self.rollout.strategy.kv
+            self.engine.sleep("offload" if kv == "recompute" else kv)  # frees the cache's memory for other groups
         if self._rests:
             self.engine.memory().offload()
 
@@ -105,7 +107,7 @@ class RolloutWorker(RowSession, Worker):
     def generating(self, alone: bool = False) -> Iterator[Generation]:
         del alone
         with self.resident():
-            if not self.engine.cache_bytes:
+            if self.engine.asleep:
                 self.engine.together(self.engine.wake)
             with self.context.stage("generation"):
                 yield self.rollout

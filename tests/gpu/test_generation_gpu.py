@@ -200,6 +200,54 @@ def test_memory_counts_where_it_is(build):
     assert MAPPED.now() == MAPPED.peak() == awake
 
 
+@modes
+def test_keys_and_values_wait_in_memory_of_the_device_or_of_the_host(build, eager):
+    """Bit for bit, whatever others write meanwhile; on the device it is the used blocks that keep memory."""
+    engine, prompts = build(eager=eager), make_prompts(6)["prompt_ids"].tolist()
+
+    def drawn(*places: Any) -> list[Any]:
+        engine.weights_changed()
+        engine.submit(engine.new_rows(prompts, replace(DRAWN, max_tokens=24), range(6)))
+        for kv in places:
+            engine.advance(hf.Until(steps=4))
+            if kv is not None:
+                before = MAPPED.now() - engine.cache_bytes
+                engine.sleep(kv)
+                used = len(engine._loop.blocks(engine._loop.cached())) * engine._image._block_bytes
+                assert engine.cache_bytes == (used if kv == "keep" else 0)
+                assert MAPPED.now() - before < used * (kv == "keep") + MIB
+                torch.empty(torch.cuda.mem_get_info()[0] // 2, dtype=torch.uint8, device="cuda").fill_(0xFF)
+                torch.cuda.empty_cache()
+                engine.wake()
+        engine.advance()
+        return [
+            (row.token_ids, row.log_probs, row.recomputed) for row in sorted(engine.take(), key=lambda row: row.name)
+        ]
+
+    awake = drawn(None, None)
+    assert drawn("keep", "keep") == drawn("offload", "keep") == drawn("offload", "offload") == awake
+    (loaded, stored), again = engine.copied_bytes(), drawn("recompute")
+    assert loaded == stored > 0
+    assert [row[2] > 0 for row in again] == [True] * 6
+    assert engine.copied_bytes() == (loaded, stored)
+
+
+def test_the_device_keeps_what_others_have_left_room_for(build):
+    """How much they need is known once they have had the device; then the planner's constants decide."""
+    engine = build(kv="auto")
+    rooms, image = list[float](), engine._image
+    for taken in (0.1, 0.95, 0.1):
+        rooms.append(image._room())
+        engine.sleep()
+        torch.empty(int(free() * taken), dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+        engine.wake()
+    rooms.append(image._room())
+    assert rooms[0] == 0
+    assert rooms[1] > 50 * MIB > 0 >= rooms[2]
+    assert rooms[3] == pytest.approx(rooms[1], rel=0.05)
+
+
 def test_a_cache_is_written_once_when_it_wakes(build, monkeypatch):
     engine, written = build(), list[int]()
     monkeypatch.setattr("hybridflow.engines.vllm.engine.zero_pages", lambda storage: written.append(storage.nbytes()))

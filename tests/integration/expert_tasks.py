@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridflow.config import VLLM, Sampling
+from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Box
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.engine import VLLMEngine
@@ -53,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4},
     "glm4_moe": {"head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
     | {"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    | {"head_dim": 32, "query_pre_attn_scalar": 32},
     "deepseek_v2": LATENT | {"n_routed_experts": 4, "topk_method": "greedy", "norm_topk_prob": False},
     "deepseek_v3": LATENT | {"n_routed_experts": 8, "n_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
 }
@@ -154,4 +157,26 @@ def captured(world: World, name: str, first: Path, then: Path, chosen: VLLM) -> 
         engine.sleep()
         engine.wake()
     found["asleep"] = engine.sleep() or engine.cache_bytes
+    return found
+
+
+def waited(world: World, name: str, first: Path, then: Path, chosen: VLLM) -> dict[str, Any]:
+    """Rows whose keys and values have waited while the engine slept, and rows of the same prompts that begin later,
+    also under other weights."""
+    engine = build(world, name, first, chosen)
+    found: dict[str, Any] = {}
+    for directory in (first, then):
+        for kv in ("keep", "offload", "recompute"):
+            write(engine, world.rank, first)
+            engine.submit(engine.new_rows(SHARED, DRAWN, SEEDS))
+            engine.advance(Until(steps=4))
+            engine.sleep(kv)
+            engine.wake()
+            write(engine, world.rank, directory)
+            fresh = engine.generate(SHARED, DRAWN, SEEDS)
+            engine.advance()
+            rows = sorted(engine.take(), key=lambda row: row.row_id)
+            beside = [row for [row] in fresh]
+            found[f"{directory.name} {kv}"] = [[asdict(row) for row in each] for each in (rows, beside)]
+        found[directory.name] = [asdict(row) for [row] in engine.generate(SHARED, DRAWN, SEEDS)]
     return found

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import Sampling, Until
+from hybridflow.config import KV, Sampling, Until
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import HybridFlowError
+from hybridflow.planner.cost.cache_places import CachedRow, CachePrices
 
 PROMPTS = [[5, 9, 33, 69], [12, 7], [60]]
 SEEDS = [11, 12, 14]
@@ -56,6 +58,39 @@ def continued(engine: VLLMEngine, state: list[dict[str, Any]]) -> list[dict[str,
     return plain([row for row in rows if row.end] + engine.take())
 
 
+class ByLength:
+    """Rows of more than 8 tokens are cheaper to copy than to compute."""
+
+    prices = CachePrices(offload=1.0, keep=2.0)
+
+    def rows(self, tokens: Collection[int], nbytes: Iterable[int]) -> list[CachedRow]:
+        return [CachedRow(size, 2.0 * size * (count > 8)) for count, size in zip(tokens, nbytes, strict=True)]
+
+
+def asleep(engine: VLLMEngine) -> dict[str, Any]:
+    """All rows with a sleep after every step, by where their keys and values wait; and with none."""
+    out: dict[str, Any] = {"awake": stepped(engine, new_rows(engine), lambda: None)}
+
+    def rest(kv: KV) -> None:
+        engine.sleep(kv)
+        engine.wake()
+
+    engine._image._pricing = ByLength()  # type: ignore[assignment]
+    kinds: tuple[KV, ...] = ("keep", "offload", "recompute", "auto")
+    for kv in kinds:
+        before = engine.copied_bytes()
+        out[kv] = stepped(engine, new_rows(engine), partial(rest, kv))
+        out[f"{kv} copied"] = [now - then for now, then in zip(engine.copied_bytes(), before, strict=True)]
+    engine.submit(new_rows(engine))
+    engine.advance(Until(steps=3))
+    engine.sleep("keep")
+    out["waits"] = engine.cache_bytes
+    rows = engine.withdraw()
+    out["left"] = engine.cache_bytes
+    engine.wake()
+    return out | {"moved": continued(engine, plain(rows))}
+
+
 def several_ranks(engine: VLLMEngine, path: Path) -> dict[str, Any]:
     """What needs ranks that agree; rows of the engine in `single` arrive in a file."""
     state = json.loads(path.read_text())
@@ -74,14 +109,14 @@ def single(engine: VLLMEngine, path: Path, write: Callable[[float], None]) -> di
     def again() -> None:
         engine.submit([Row(**row) for row in plain(engine.withdraw())])
 
-    def asleep() -> None:
+    def rest() -> None:
         engine.sleep()
         engine.wake()
 
     out: dict[str, Any] = {"whole": continued(engine, plain(new_rows(engine)))}
     out["paused"] = stepped(engine, new_rows(engine), lambda: None)
     out["generated"] = [row.token_ids for each in engine.generate(PROMPTS, SAMPLED, SEEDS) for row in each]
-    for name, between in {"again": again, "new weights": engine.weights_changed, "asleep": asleep}.items():
+    for name, between in {"again": again, "new weights": engine.weights_changed, "asleep": rest}.items():
         out[name] = stepped(engine, new_rows(engine), between)
     state = [moved_out(engine, steps) for steps in MOVED_AFTER]
     path.write_text(json.dumps(state))

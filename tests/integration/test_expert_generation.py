@@ -15,7 +15,7 @@ from hybridflow.engines.vllm.requirements import check, expert_count
 from hybridflow.errors import ModelError
 from hybridflow.models.hf_spec import TransformersSpec
 from tests.contracts.rank_processes import RankProcesses
-from tests.integration.expert_tasks import FAMILIES, PROMPTS, SIZES, captured, generated, make, strategy
+from tests.integration.expert_tasks import FAMILIES, PROMPTS, SIZES, captured, generated, make, strategy, waited
 
 NEAR = 1e-3
 """Nats, in float32."""
@@ -131,3 +131,38 @@ def test_latent_attention_follows_its_weights(ranks, tmp_path, family, tp, sizes
     for directory in (one, other):
         assert all(rank[directory.name] == found[0][directory.name] for rank in found)
         check_rows(directory, found[0][directory.name])
+
+
+WAITING = [("qwen3_moe", 2, 1), ("deepseek_v2", 1, 2), ("gemma3_text", 1, 1)]
+
+
+@pytest.mark.parametrize(("family", "pp", "tp"), WAITING)
+def test_keys_values_and_experts_wait_for_their_rows_only(ranks, tmp_path, family, pp, tp) -> None:
+    """Also routed experts, latent attention and windows; blocks that did not wait are not found in the prefix cache."""
+    one, other = (make(tmp_path / f"{seed}", family, seed) for seed in (1, 2))
+    chosen = strategy(pp=pp, tp=tp, kv="keep", return_routed_experts=family == "qwen3_moe")
+    found = ranks.run(pp * tp, waited, ranks.name(), one, other, chosen)
+
+    def drawn(rows: list[dict[str, Any]]) -> list[list[int]]:
+        return [row["token_ids"] for row in rows]
+
+    for rank in found:
+        for directory in (one, other):
+            (kept, beside), (moved, _), (again, _) = (
+                rank[f"{directory.name} {kv}"] for kv in ("keep", "offload", "recompute")
+            )
+            assert [row["recomputed"] for row in [*kept, *moved]] == [0] * 8
+            assert all(0 < row["recomputed"] - len(row["prompt_ids"]) <= 4 for row in again)
+            for name in ("token_ids", "log_probs"):
+                assert [row[name] for row in kept] == [row[name] for row in moved]
+            assert drawn(beside) == drawn(rank[directory.name])  # as without the rows that waited
+            assert beside[0]["prefilled"] == len(beside[0]["prompt_ids"])
+            if directory == one:
+                assert drawn(kept) == drawn(again) == drawn(beside)
+            if family == "qwen3_moe":
+                for row, its in zip(kept, moved, strict=True):
+                    assert torch.equal(row["routed_experts"], its["routed_experts"])
+                    ids, experts = row["prompt_ids"] + row["token_ids"], row["routed_experts"]
+                    by_first = row["policy_version"].count(min(row["policy_version"]))
+                    before = len(ids) - 1 if directory == one else len(row["prompt_ids"]) + by_first - 1
+                    assert torch.equal(experts[:before].long(), chosen_experts(one, ids[:-1])[:before])

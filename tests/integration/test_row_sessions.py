@@ -15,7 +15,7 @@ from hybridflow.cluster.batch_ref import LaterBatch
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, ProtocolError, WorkerError
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from tests.tiny_models import make_prompts
+from tests.tiny_models import make_prompts, make_rows
 
 SAMPLING = hf.Sampling(max_tokens=12, seed=5, n=2, ignore_eos=True)
 COLUMNS = ("response_ids", "log_probs", "policy_version", "num_tokens", "finished", "temperature", "response")
@@ -203,10 +203,58 @@ def test_a_replica_gives_its_kv_cache_back_when_its_rows_have_left(rollout, prom
     }
 
 
-def test_an_actor_refuses_an_option_that_does_nothing_there(pool, policy):
-    generate = hf.VLLM(sampling=SAMPLING, kv="keep")
-    with pytest.raises(ConfigError, match="on devices that also train"):
-        hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=generate)
+KINDS: tuple[Any, ...] = ("recompute", "keep", "offload", "auto")
+
+
+def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, policy, prompts):
+    """An update between two parts of a session: without effect on the weights all kinds give the rows of one call; with
+    one, keys and values that stayed give the same wherever they waited. Rows of less than a block are computed again
+    by "auto"."""
+    found: dict[tuple[Any, float, bool], Rows] = {}
+    cases = [(lr, greedy) for lr in (0.0, 0.5) for greedy in (False, True)]
+    given = {"model": policy, "train": hf.Megatron(tp=2), "optim": hf.SGD(lr=0.0)}
+    for kv in KINDS:
+        group = hf.ActorWorker.on(hosts[4:6], name="waits", **given, generate=hf.VLLM(sampling=SAMPLING, kv=kv))
+        try:
+            for lr, greedy in cases:
+                group.set_optimizer(lr=lr).get()
+                group.advance_rows(prompts, until=hf.Until(steps=6), greedy=greedy).get()
+                _ = group.update_actor(make_rows(4)).get()
+                assert any(rank["memory/kv_cache"] for rank in group.memory()) == (kv == "keep")
+                rows = group.advance_rows(until=hf.Until(rows=100)).get().get()
+                again = [len(ids) + 6 for ids in rows["prompt_ids"].tolist()]
+                assert rows["recomputed_tokens"].tolist() == (again if kv in ("recompute", "auto") else [0] * 8)
+                found[kv, lr, greedy] = rows_of(rows)
+                if not lr:
+                    drawn = group.generate_sequences(prompts, greedy=greedy).get()["response_ids"].tolist()
+                    names = [(row, index) for row in prompts["row_id"].tolist() for index in range(SAMPLING.n)]
+                    assert {name: row["response_ids"] for name, row in rows_of(rows).items()} == dict(zip(names, drawn))
+        finally:
+            group.close()
+    for case in cases:
+        assert found["keep", *case] == found["offload", *case]  # bit for bit
+        assert found["auto", *case] == found["recompute", *case]
+        assert same(found["recompute", *case], found["keep", *case]) == (case[0] == 0.0)
+    assert {len(set(row["policy_version"])) for row in found["keep", 0.5, True].values()} == {2}
+
+
+@pytest.mark.parametrize("kv", ["recompute", "offload"])
+def test_an_offloaded_rollout_computes_the_rows_of_its_session_once(hosts, policy, prompts, kv):
+    """Though its KV cache goes after every call; those of rows that were handed over go with them."""
+    group = hf.RolloutWorker.on(
+        hosts[4:6], name="away", model=policy, generate=hf.VLLM(tp=2, sampling=SAMPLING, kv=kv), offload=True
+    )
+    try:
+        group.advance_rows(prompts, until=hf.Until(steps=1), replica=0).get()
+        out: Rows = {}
+        for _ in range(20):
+            assert [rank["memory/kv_cache"] for rank in group.memory()] == [0.0, 0.0]
+            rows = group.advance_rows(until=hf.Until(steps=1), replica=0).get().get()
+            assert set(rows["recomputed_tokens"].tolist()) <= {0}
+            out |= rows_of(rows)
+        assert same(out, whole(group, prompts))
+    finally:
+        group.close()
 
 
 def test_prompts_have_numbers_of_responses_of_their_own(rollout, prompts):

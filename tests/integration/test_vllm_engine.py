@@ -283,6 +283,26 @@ def test_a_kept_cache_stays_with_its_rows(results) -> None:
     assert kept["equal"][2][0]["token_ids"] == kept["whole"]
 
 
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_keys_and_values_wait_while_the_engine_sleeps(results, name) -> None:
+    """After every step: rows are those of an engine that never slept, bit for bit, and nothing is computed again. The
+    used blocks only are copied, once out and once in."""
+    for rank in results[name].values():
+        out = rank["waiting"]
+        assert out["keep"] == out["offload"] == out["awake"]
+        assert {row["recomputed"] for row in out["offload"]} == {0}
+        assert all(row["recomputed"] > 0 for row in out["recompute"] if len(row["token_ids"]) > 1)
+        for again, chosen, row in zip(out["recompute"], out["auto"], out["awake"], strict=True):
+            assert again["token_ids"] == chosen["token_ids"] == row["token_ids"]
+            assert torch.tensor(again["log_probs"]).sub(torch.tensor(row["log_probs"])).abs().max() < 1e-5
+            assert chosen["recomputed"] <= again["recomputed"]
+        assert 0 < sum(row["recomputed"] for row in out["auto"]) < sum(row["recomputed"] for row in out["recompute"])
+        assert out["keep copied"] == out["recompute copied"] == [0, 0]
+        assert out["offload copied"][0] == out["offload copied"][1] > 0
+        assert out["waits"] > out["left"] == 0
+        assert [row["token_ids"] for row in out["moved"]] == [row["token_ids"] for row in out["awake"]]
+
+
 def test_a_session_returns_at_its_limits(results) -> None:
     limits = results["llama"][2]["session"]["limits"]
     whole = {(row["row_id"], row["index"]): row for row in results["llama"][2]["session"]["whole"]}

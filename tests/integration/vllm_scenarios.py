@@ -213,6 +213,7 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     out["split"] = (rows.start, _plain(engine.generate(PROMPTS[rows], RANDOM, SEEDS[rows])))
     out["unseeded"] = [_plain(engine.generate(PROMPTS, RANDOM)) for _ in range(2)]
     out["empty"] = engine.generate([], GREEDY)
+    out["waiting"] = session_scenarios.asleep(engine)
     _write(engine, context.rank, weights, scale=0.8)
     out["scaled"] = _plain(engine.generate(PROMPTS, GREEDY))
     if family == "llama" and name != "llama":

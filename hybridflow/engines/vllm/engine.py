@@ -7,6 +7,7 @@ directly; its front end (text, streaming, statistics) is for servers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from traceback import clear_frames
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridflow.config import VLLM, Sampling, Until
+from hybridflow.config import KV, VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
 from hybridflow.engines.contract import Row, RowSource
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
+from hybridflow.engines.vllm.cache_image import CacheImage, CachePricing
 from hybridflow.engines.vllm.core import collect, memory, model_runner, start_core, stop_core, zero_pages
 from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
 from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop
@@ -37,6 +39,8 @@ from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
 
 
 class VLLMEngine:
@@ -94,9 +98,10 @@ class VLLMEngine:
             if self._routing is not None:
                 caches["routed experts"] = self._routing.buffer
             self._cache: Memory = memory(self._core, "kv_cache", caches, eager=self._eager)
-            requests, keeps = RequestMaker(self.checkpoint), strategy.kv == "keep"
+            requests, keeps = RequestMaker(self.checkpoint), strategy.kv != "recompute"
             agreed = self._groups.of_first
             self._loop = EngineLoop(self._core, requests, agreed, self.max_length, keeps, self._routing)
+            self._image = self._new_image(caches)
         except BaseException as error:
             for one in (error, error.__context__):  # or memory stays as long as the error
                 clear_frames(None if one is None else one.__traceback__)
@@ -104,6 +109,15 @@ class VLLMEngine:
             raise
         self._shared: set[str] = set()
         self._weights: Memory | None = None  # made when it is asked for
+
+    def _new_image(self, caches: Mapping[str, Tensor]) -> CacheImage:
+        """`caches` of layers, and of routed experts, which have a last slot for padding."""
+        runner, grid = self._runner(), self.grid
+        parts = [cache[:-1] if name == "routed experts" else cache for name, cache in caches.items()]
+        weights = sum(weight.nbytes for weight in runner.model.parameters())
+        pricing = (self.device, runner.dtype, self.spec.cost, grid.p * grid.t, weights)
+        priced = CachePricing(*pricing) if self.strategy.kv == "auto" else None
+        return CacheImage(parts, runner.kv_cache_config.num_blocks, self._loop, self._groups.gather, priced)
 
     def _layout_of(self, probe: LayoutProbe | None) -> Layout:
         """Collective over the replica, whose ranks either all have a layout or all raise."""
@@ -267,7 +281,10 @@ class VLLMEngine:
 
     def withdraw(self, names: Collection[str] | None = None) -> list[Row]:
         """The unfinished rows (with these names), in the order of `submit`. The engine forgets them."""
-        return self._loop.withdraw(names)
+        found = self._loop.withdraw(names)
+        if not self._loop.admitted:
+            self._image.drop()
+        return found
 
     @property
     def unfinished(self) -> list[Row]:
@@ -289,7 +306,7 @@ class VLLMEngine:
 
     def _check_memory(self) -> None:
         _ = self._alive()
-        if not self._cache.resident_bytes:
+        if self.asleep:
             raise PlacementError("this vLLM engine sleeps and has no KV cache. Call wake() first.")
         weights = self.memory()
         if missing := weights.total_bytes - weights.resident_bytes:
@@ -333,11 +350,14 @@ class VLLMEngine:
     def weights_changed(self, version: int | None = None) -> None:
         """Continue with the weights that have been written: `version`, by default the next number.
 
-        The KV cache of unfinished rows is computed again, unless `VLLM(kv="keep")`; that of the past is never shared.
+        The KV cache of unfinished rows stays, or is computed again (`VLLM(kv="recompute")`); that of the past is never
+        shared.
         """
         _ = self._alive()
         self.memory().changed()
         self._loop.weights_changed(version)
+        if not self._loop.admitted:
+            self._image.drop()
 
     def layout(self) -> Layout:
         return self._layout
@@ -382,32 +402,60 @@ class VLLMEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the KV cache has now."""
-        return self._cache.resident_bytes
+        """Device memory that the KV cache has now, that of rows which wait for it included."""
+        return self._cache.resident_bytes + self._image.device_bytes
 
-    def sleep(self) -> None:
+    @property
+    def asleep(self) -> bool:
+        """Whether the KV cache has no memory."""
+        return not self._cache.resident_bytes
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes of the KV cache that were copied from and to host memory so far."""
+        return self._image.copied_in, self._image.copied_out
+
+    def sleep(self, kv: KV | None = None) -> None:
         """Release the memory of the KV cache until `wake()`; weights stay, see `memory()` for theirs.
 
-        Unfinished rows stay: the next `advance` computes their KV cache again.
+        Unfinished rows stay. Their keys and values wait where `kv` says (default: that of the strategy), or the next
+        `advance` computes them again.
         """
         _ = self._alive()
-        self._loop.forget_cache()
-        self._cache.release()
+        if not self.asleep:
+            self._image.put_away(kv or self.strategy.kv)
+            self._cache.release()
+            self._image.falls_asleep()
 
     def wake(self) -> None:
-        """Allocate the KV cache again, zero. Views of it, which vLLM holds in every layer, stay valid.
+        """Allocate the KV cache again, zero, with what waits for it. Views of it, which vLLM holds in every layer, stay
+        valid. Where a rank lacks memory for both, what waits is computed again.
 
         After an error it sleeps as before.
         """
-        if not self._cache.resident_bytes:
-            try:
-                self._cache.acquire()
-            except BaseException:
-                self._cache.release()
-                raise
+        if not self.asleep:
+            return
+        self._image.wakes_up()
+        there = self._restored()
+        if self._image.waits and not all(self._groups.gather(there)):
+            logger.warning("device memory lacks room for the KV cache of unfinished rows: it is computed again")
+            self._loop.rest(self._loop.admitted)
+            self._image.drop()
+            _ = there or self._restored()
+        self._image.drop()
+
+    def _restored(self) -> bool:
+        """Whether the KV cache is there. Errors: OutOfMemoryError where nothing waits for it."""
+        try:
+            self._cache.acquire()
             storages = [cache.untyped_storage() for cache in self._runner().kv_caches]
             for storage in {storage.data_ptr(): storage for storage in storages}.values():  # layers may share one
                 zero_pages(storage)  # a masked NaN is still a NaN
+            self._image.bring_back()
+        except BaseException as error:
+            self._cache.release()
+            if not (self._image.waits and isinstance(error, torch.OutOfMemoryError)):
+                raise
+        return not self.asleep
 
     def together(self, take: Callable[[], object]) -> None:
         """Run `take` on the ranks of this replica; where memory is lacking on one, all raise instead of waiting for it.
@@ -432,6 +480,7 @@ class VLLMEngine:
             self._cache.release()
             self.memory().release()
             self._weights, self._cache = None, Residency({}, self.device)
+            self._image.close()
             self._loop.close()
             self._shut_down()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,8 @@ class EngineLoop:
     """The rows of one rank. All ranks of a replica make the same calls, and the same steps in each.
 
     `agreed(number)` is the number of the replica's first rank, collective over the replica. With `keeps`, rows keep
-    their KV cache when weights change. A row cannot be longer than `max_length` tokens of prompt and response.
+    their KV cache when weights change. Requests have a salt, so that a row finds no blocks of the prefix cache that are
+    older than the latest `rest`. A row cannot be longer than `max_length` tokens of prompt and response.
     `routing`, when given, captures the experts of finished rows.
     """
 
@@ -159,19 +160,34 @@ class EngineLoop:
     def weights_changed(self, version: int | None) -> None:
         """Other weights have been written; rows continue with them. `version`: theirs, by default the next."""
         self.policy_version = self.policy_version + 1 if version is None else version
-        self._changes += 1
-        if self._keeps and self._admitted:  # new rows have another salt, so only these could find blocks of the past
-            self._held.release()
-            for name in self._admitted:
-                self._scheduler.requests[name].skip_reading_prefix_cache = True
-        else:
-            self.forget_cache()
+        self.rest(() if self._keeps else self.admitted)
 
-    def forget_cache(self) -> None:
-        """Free the whole KV cache."""
-        self.evict()
-        done = self._core.reset_prefix_cache()
-        assert done, "blocks of the KV cache belong to no row"
+    @property
+    def admitted(self) -> list[str]:
+        """The rows that vLLM's scheduler has."""
+        return list(self._admitted)
+
+    def cached(self) -> dict[str, int]:
+        """Tokens of the rows that have keys and values in the cache."""
+        tokens = {name: self._scheduler.requests[name].num_computed_tokens for name in self._admitted}
+        return {name: count for name, count in tokens.items() if count}
+
+    def blocks(self, names: Iterable[str]) -> list[int]:
+        """Blocks of the cache that these rows use."""
+        manager = self._scheduler.kv_cache_manager
+        found = {block for name in names for group in manager.get_block_ids(name) for block in group}
+        return sorted(found - {manager.block_pool.null_block.block_id})
+
+    def rest(self, gone: Iterable[str]) -> None:
+        """Free the KV cache, of these rows too; the other admitted rows keep theirs, which no row will share."""
+        self._release(list(gone))
+        self._held.release()
+        self._changes += 1
+        for name in self._admitted:
+            self._scheduler.requests[name].skip_reading_prefix_cache = True
+        if not self._admitted:
+            done = self._core.reset_prefix_cache()
+            assert done, "blocks of the KV cache belong to no row"
 
     def close(self) -> None:
         """Drop vLLM's engine core; the rows stay."""
@@ -179,12 +195,11 @@ class EngineLoop:
 
     def _admit(self) -> None:
         """Hand the rows that vLLM does not have to its scheduler."""
-        salt = f"{self._changes}" if self._keeps else None
         for name, row in self.rows.items():
             if name in self._admitted:
                 continue
             cached, core = self._held.cached(row), self._core
-            request = self._requests.request(row, salt, cached, self._held.possible)
+            request = self._requests.request(row, f"{self._changes}", cached, self._held.possible)
             self._sampler.streams[name] = (row.seed, len(row.prompt_ids))
             if (edits := self._requests.edits(row.sampling)) is not None:
                 self._sampler.edits[name] = edits

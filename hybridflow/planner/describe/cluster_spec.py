@@ -110,6 +110,13 @@ DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
 )
 
 
+def known_device(name: str) -> str:
+    """The planner's name of a device: "NVIDIA A100-SXM4-80GB" is a100."""
+    plain = name.lower().replace(" ", "-")
+    fitting = [known for known in DEVICES if set(known.split("-")) <= set(plain.split("-"))]
+    return max(fitting, key=len) if fitting else plain
+
+
 def device(name: str) -> DeviceSpec:
     """The accelerator called `name` in any case ("A100" and "a100-80gb" mean the same). Errors: ConfigError for an
     unknown one."""

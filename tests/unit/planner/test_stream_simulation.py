@@ -78,7 +78,7 @@ def test_the_longest_response_bounds_the_rows_of_a_stream():
 
 def test_interrupted_rows_are_computed_again():
     speed = DecodingSpeed(base=0.5, per_row=0.25, prefill=0.05)
-    again, kept = (simulate_stream(run(2, lengths=[5, 5, 5, 60], speed=speed, keep_kv=keep)) for keep in (False, True))
+    again, kept = (simulate_stream(run(2, lengths=[5, 5, 5, 60], speed=speed, kv=kv)) for kv in ("recompute", "keep"))
     assert again.recomputed > 0.05
     assert kept.recomputed == 0
     assert kept.rows_per_second > again.rows_per_second
