@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hybridflow.engine3d.transfer.handshake import check_complete
 from hybridflow.engines.call_events import Stage, memory_used
+from hybridflow.errors import WaitTimeoutError
 from hybridflow.topology import Coords, RankGrid
 
 # NCCL's watchdog aborts a late collective, which ends its kernel, and not the process: see `ProcessGroups.check`
@@ -144,6 +145,34 @@ def _gloo_devices() -> tuple[list[Any], list[tuple[str, int]]]:
 c10d.ProcessGroupGloo = _SharedGloo  # type: ignore[misc]  torch has no option for it
 
 
+class Meeting:
+    """Waits in a store for others with whom this process forms a group. A backend would wait for one that is lost until
+    its timeout; `abort`, called by another thread, ends the wait."""
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._wanted: tuple[Any, Sequence[str]] | None = None
+
+    def wait(self, store: dist.Store, keys: Sequence[str], seconds: float) -> None:
+        """Until the store has the keys. Errors: WaitTimeoutError when one of the others is lost, DistStoreError."""
+        self._wanted = store, keys
+        try:
+            if not self.lost:
+                store.wait(list(keys), datetime.timedelta(seconds=seconds))
+        finally:
+            self._wanted = None
+        if self.lost:
+            raise WaitTimeoutError("a rank was lost before all had formed a group.")
+
+    def abort(self) -> None:
+        """One of the others is lost: `wait` ends."""
+        self.lost = True
+        if (wanted := self._wanted) is not None:
+            store, keys = wanted
+            with suppress(RuntimeError):  # the store is gone, too
+                store.clone().multi_set(list(keys), [""] * len(keys))  # a store's own connection waits
+
+
 @dataclass
 class ProcessGroups:
     """Builds the process groups of one model group.
@@ -161,6 +190,7 @@ class ProcessGroups:
     _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
     _holders: list[Callable[[], object]] = field(default_factory=list)
     _connections: set[tuple[int, str]] = field(default_factory=set)
+    meeting: Meeting = field(default_factory=Meeting)
     between_stages: set[dist.ProcessGroup] = field(default_factory=set)
     """Groups of messages, which gloo counts as collectives."""
 
@@ -176,15 +206,18 @@ class ProcessGroups:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         if (found := self._built.get((full := self.full_name(name, members), backend))) is not None:
             return found
-        world = [self.ranks[m] for m in members]
+        world, rank = [self.ranks[m] for m in members], list(members).index(self.rank)
+        store, seconds = dist.PrefixStore(f"{full}/{backend}", self.store), timeout or self.timeout
+        store.set(f"here/{rank}", "")
+        self.meeting.wait(store, [f"here/{each}" for each in range(len(world))], seconds)
         group, _ = c10d._new_process_group_helper(
             len(world),
-            list(members).index(self.rank),
+            rank,
             world,
             c10d.Backend(backend),
-            dist.PrefixStore(f"{full}/{backend}", self.store),
+            store,
             group_name=c10d.GroupName(f"{full}/{backend}"),
-            timeout=datetime.timedelta(seconds=timeout or self.timeout),
+            timeout=datetime.timedelta(seconds=seconds),
             device_id=self.device if backend == "nccl" and len(world) > 1 else None,
         )
         assert isinstance(group, dist.ProcessGroup)
@@ -223,6 +256,7 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """A member is gone: what this process does in the groups fails, now and later. Called by another thread."""
+        self.meeting.abort()
         for found in list(self._connections):
             _with_socket(found, end_waits)
         for (_, backend), group in list(self._built.items()):

@@ -20,6 +20,8 @@ from tests.multinode.machines import Machines, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := missing()), reason=why or "it can")]
 DRIVER = str(Path(__file__).parents[1] / "integration" / "resuming_driver.py")
+DEADLINES = {"peers": 1800, "deadline": 600}
+"""The defaults of `hf.init`: a run that waits for one of them exceeds the limit of its test."""
 COLLECTIVE = """
 import socket, torch, torch.distributed as dist
 import hybridflow as hf
@@ -270,7 +272,7 @@ def undisturbed(runs) -> dict[bool, Path]:
 def test_a_machine_is_lost_in_any_phase(runs, undisturbed, phase, how, spare):
     """The run continues with equal figures, from the last checkpoint or without going back."""
     apart = phase == "sync"
-    options: dict[str, Any] = {"layout": "d2", "record": 1, "retry": 1, "every": 1, "wait": 120}
+    options: dict[str, Any] = {"layout": "d2", "record": 1, "retry": 1, "every": 1, "wait": 120, **DEADLINES}
     options |= {"devices": "2", "at": "node1", "rollout": 1} if apart else {"devices": "1+1"}
     name = f"{phase} {how} {spare}"
     if spare:
