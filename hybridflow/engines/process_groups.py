@@ -108,6 +108,11 @@ def end_waits(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def _end_attempt(connection: socket.socket) -> None:
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT:
+        end_waits(connection)
+
+
 def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 2, seconds: float = 30.0) -> None:
     """Have a connection fail `seconds` after its other machine vanished: a collective would wait for its deadline. A
     stopped process answers by its kernel, unless it leaves more data unread than its buffers hold."""
@@ -119,6 +124,7 @@ def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 
 
 _DESCRIPTORS = "/proc/self/fd"
 _LOOPBACK = "127.0.0.1"
+_SYN_SENT, _ATTEMPT_SECONDS = 2, 0.2
 _GONE = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
@@ -191,6 +197,7 @@ class ProcessGroups:
     _holders: list[Callable[[], object]] = field(default_factory=list)
     _connections: set[tuple[int, str]] = field(default_factory=set)
     meeting: Meeting = field(default_factory=Meeting)
+    _connecting: bool = False
     between_stages: set[dist.ProcessGroup] = field(default_factory=set)
     """Groups of messages, which gloo counts as collectives."""
 
@@ -209,21 +216,27 @@ class ProcessGroups:
         world, rank = [self.ranks[m] for m in members], list(members).index(self.rank)
         store, seconds = dist.PrefixStore(f"{full}/{backend}", self.store), timeout or self.timeout
         store.set(f"here/{rank}", "")
-        self.meeting.wait(store, [f"here/{each}" for each in range(len(world))], seconds)
-        group, _ = c10d._new_process_group_helper(
-            len(world),
-            rank,
-            world,
-            c10d.Backend(backend),
-            store,
-            group_name=c10d.GroupName(f"{full}/{backend}"),
-            timeout=datetime.timedelta(seconds=seconds),
-            device_id=self.device if backend == "nccl" and len(world) > 1 else None,
-        )
+        self._connecting = True
+        try:
+            self.meeting.wait(store, [f"here/{each}" for each in range(len(world))], seconds)
+            group, _ = c10d._new_process_group_helper(
+                len(world),
+                rank,
+                world,
+                c10d.Backend(backend),
+                store,
+                group_name=c10d.GroupName(f"{full}/{backend}"),
+                timeout=datetime.timedelta(seconds=seconds),
+                device_id=self.device if backend == "nccl" and len(world) > 1 else None,
+            )
+        finally:
+            self._connecting = False
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {world_rank: i for i, world_rank in enumerate(world)}
         self._built[(full, backend)] = group
         self._connections |= _SharedGloo.opened if backend == "gloo" else set()
+        if self.meeting.lost:
+            self.abort()
         return group
 
     def full_name(self, name: str, members: Sequence[int]) -> str:
@@ -257,6 +270,10 @@ class ProcessGroups:
     def abort(self) -> None:
         """A member is gone: what this process does in the groups fails, now and later. Called by another thread."""
         self.meeting.abort()
+        while self._connecting:  # to the lost one: a machine that vanished answers nothing
+            for found in _sockets():
+                _with_socket(found, _end_attempt)
+            time.sleep(_ATTEMPT_SECONDS)
         for found in list(self._connections):
             _with_socket(found, end_waits)
         for (_, backend), group in list(self._built.items()):

@@ -140,13 +140,12 @@ def test_a_run_survives_a_random_schedule(runs, undisturbed, seed):
     schedule = Schedule.of(seed)
     name = f"seed {seed}"
     options = {"layout": "d2", "record": 1, "retry": 1, "tolerate": 8, **DEADLINES, **schedule.options}
-    command = runs.machines.command(1, runs.command(name, STEPS, **options))
+    limited = ["timeout", "--signal=KILL", str(SECONDS), *runs.command(name, STEPS, **options)]
+    command = runs.machines.command(1, limited)
     with (runs.shared / name / "log.txt").open("w", buffering=1) as log:
         log.write(f"{schedule}\n")
         disturber = Disturber(runs, schedule.losses, log)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
-            limit = threading.Timer(SECONDS, driver.kill)
-            limit.start()
             disturber.start()
             assert driver.stdout is not None
             for line in driver.stdout:
@@ -155,7 +154,6 @@ def test_a_run_survives_a_random_schedule(runs, undisturbed, seed):
                     disturber.used = {int(node.removeprefix("node")) for node in line.split()[1:]}
                 if line.startswith("iteration"):
                     disturber.say(int(line.split()[1]))
-            limit.cancel()
         disturber.over = True
         disturber.say(0)
         disturber.join()
