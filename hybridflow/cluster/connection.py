@@ -214,7 +214,7 @@ def _one_machine() -> Iterator[None]:
 
 def _ray_directory() -> str:
     """Ray's directory, which Ray opens to every user, inside a private one. Errors: ConfigError for a long path."""
-    path = _private_directory() / "ray"
+    path = private_directory() / "ray"
     if (length := len(os.fsencode(path))) > _LONGEST_DIRECTORY:
         raise ConfigError(
             f"Ray cannot make sockets in {path}, which has {length} bytes: at most {_LONGEST_DIRECTORY} leave room for "
@@ -223,7 +223,7 @@ def _ray_directory() -> str:
     return str(path)
 
 
-def _private_directory() -> Path:
+def private_directory() -> Path:
     """A directory that only this user can enter. Errors: ConfigError when another user owns the path."""
     path = Path(get_default_system_temp_dir()) / f"hybridflow-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

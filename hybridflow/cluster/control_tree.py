@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from hybridflow.cluster.liveness import listening_socket
-from hybridflow.engines.process_groups import end_waits, fail_with_machine
+from hybridflow.engines.process_groups import Meeting, end_waits, fail_with_machine
 from hybridflow.errors import WaitTimeoutError
 
 F = TypeVar("F")
@@ -40,7 +40,8 @@ class ControlTree:
     def __init__(self, store: dist.Store, name: str, size: int, rank: int, address: str, seconds: float) -> None:
         self._store, self._name, self._rank, self._address, self._seconds = store, name, rank, address, seconds
         self._children = len(range(rank * _CHILDREN + 1, min(size, (rank + 1) * _CHILDREN + 1)))
-        self._neighbours, self._closed = list[socket.socket](), False  # the parent first
+        self._neighbours, self._meeting = list[socket.socket](), Meeting()  # the parent first
+        self._closed = False
         self._listener: socket.socket | None = None
 
     def agree(self, failure: F | None) -> F | None:
@@ -61,7 +62,7 @@ class ControlTree:
                 said = _message(parent)
             for child in children:
                 child.sendall(_LENGTH.pack(len(said)) + said)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the store's
+        except (OSError, RuntimeError, ValueError, WaitTimeoutError) as error:  # of sockets, or the store and its text
             self.close()
             raise WaitTimeoutError(f"a peer did not take part: {error}") from error
         return pickle.loads(said) if said else None
@@ -70,12 +71,15 @@ class ControlTree:
         key, wanted = secrets.token_hex(_KEY_BYTES // 2), self._children + (self._rank > 0)
         with listening_socket(self._address) as listener:
             self._listener = listener
-            listener.settimeout(self._seconds)
+            listener.settimeout(0.0 if self._closed else self._seconds)
             if self._children:
                 self._store.set(f"{self._name}/{self._rank}", json.dumps([*listener.getsockname()[:2], key]))
             if self._rank:
-                host, port, known = json.loads(self._store.get(f"{self._name}/{(self._rank - 1) // _CHILDREN}"))
-                self._add(socket.create_connection((host, port), self._seconds)).sendall(known.encode())
+                parent = f"{self._name}/{(self._rank - 1) // _CHILDREN}"
+                self._meeting.wait(self._store, [parent], self._seconds)
+                host, port, known = json.loads(self._store.get(parent))
+                seconds = min(self._seconds, _GREETING_SECONDS)  # a busy rank's machine answers for it
+                self._add(socket.create_connection((host, port), seconds)).sendall(known.encode())
             while len(self._neighbours) < wanted:
                 other = self._add(listener.accept()[0])
                 other.settimeout(_GREETING_SECONDS)
@@ -92,11 +96,14 @@ class ControlTree:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         fail_with_machine(connection)
         self._neighbours.append(connection)
+        if self._closed:
+            end_waits(connection)
         return connection
 
     def abort(self) -> None:
         """A rank is gone: this one's agreement fails, now and later. Called by another thread."""
         self._closed = True
+        self._meeting.abort()
         for one in [*filter(None, [self._listener]), *self._neighbours]:
             end_waits(one)
 

@@ -70,6 +70,7 @@ class Host:
     deterministic: bool = False
     _members: dict[str, Member] = field(default_factory=dict)
     _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
+    _lost: dict[tuple[str, int], float] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
     _unjoined: Exception | None = None
@@ -95,13 +96,15 @@ class Host:
         """Host, port and key of this process's `LivenessServer`."""
         return *self._liveness.address, self._liveness.key
 
-    def _abort(self, pool: str, rank: int) -> None:
-        """This process of a pool is lost: end the waits for it in groups and channels. Runs in another thread."""
+    def _abort(self, pool: str, rank: int, at: float) -> None:
+        """This process of a pool is lost, since the driver's time `at`: end the waits for it in groups and channels,
+        also in later ones. Runs in another thread."""
+        self._lost[pool, rank] = at
         for member in list(self._members.values()) if pool == self.pool else ():
             if rank in member.context.groups.ranks:
                 member.abort()
         for channel in list(self._channels.values()):
-            if isinstance(channel, WeightChannel) and (pool, rank) in channel.spec.processes:
+            if isinstance(channel, WeightChannel) and channel.spec.lost({(pool, rank): at}):
                 channel.abort()
 
     def join(self, store: tuple[str, int], world: str) -> None:
@@ -147,6 +150,8 @@ class Host:
             role, rank, ranks.grid, self.device, groups, uninitialized=uninitialized, nodes=nodes, node=self._node
         )
         member = self._members[ranks.key] = Member(role, rank, context, ranks.settings)
+        if any((self.pool, one) in self._lost for one in ranks.members):
+            member.abort()
         try:
             if self._unjoined is not None:
                 raise self._unjoined
@@ -345,6 +350,8 @@ class Host:
         except Exception as error:
             return failure_of(error, origin)
         self._channels[spec.name] = channel
+        if spec.lost(self._lost):
+            channel.abort()
         return None
 
     def _channel(

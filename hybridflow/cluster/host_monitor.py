@@ -314,7 +314,7 @@ class HostMonitor:
 
 
 def _news(lost: LostHost) -> bytes:
-    return liveness.LOST + json.dumps([lost.pool, lost.rank]).encode() + b"\n"
+    return liveness.LOST + json.dumps([lost.pool, lost.rank, lost.at]).encode() + b"\n"
 
 
 def _disconnect(selector: selectors.BaseSelector, watched: _Watched) -> None:

@@ -6,19 +6,20 @@ import itertools
 import json
 import logging
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cluster.connection import private_directory
 from hybridflow.cluster.liveness import all_stacks
 from hybridflow.cluster.row_refs import IssuedCall
 from hybridflow.engines.process_groups import SkippedStep
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 20  # of stacks, in one session
+_KEPT_SECONDS = 86400.0  # without a run directory
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Incidents:
     reported: set[str] = field(default_factory=set)
     lost: dict[Any, LostHost] = field(default_factory=dict)
     directory: Callable[[], Path | None] = lambda: None
-    _temporary: Path | None = None
     _numbers: Any = field(default_factory=lambda: itertools.count(1))
     _files: int = 0
     _written: set[tuple[str, int, int]] = field(default_factory=set)
@@ -84,8 +84,12 @@ class Incidents:
     def _directory(self) -> Path:
         if (found := self.directory()) is not None:
             return found
-        self._temporary = self._temporary or Path(tempfile.mkdtemp(prefix="hybridflow-"))
-        return self._temporary
+        directory = private_directory() / "stacks"
+        directory.mkdir(exist_ok=True)
+        for old in directory.iterdir():
+            if old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                old.unlink(missing_ok=True)
+        return directory
 
     def write_skipped(self, steps: Iterable[SkippedStep]) -> None:
         """Append steps that are not written yet to `skipped.jsonl` in the run directory; without one, do nothing."""

@@ -79,7 +79,7 @@ class LivenessServer:
     thread calls for each.
     """
 
-    def __init__(self, host: str, lost: Callable[[str, int], object] = lambda *_: None) -> None:
+    def __init__(self, host: str, lost: Callable[[str, int, float], object] = lambda *_: None) -> None:
         self._call, self._thread, self._closed, self._lost = "", threading.get_ident(), False, lost
         self._socket = listening_socket(host)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]

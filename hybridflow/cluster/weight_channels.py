@@ -54,7 +54,8 @@ Process = tuple[str, int]
 class ChannelSpec:
     """Channel rank i is the process `processes[i]` on node `nodes[i]`.
 
-    Rank i of the group that sends is channel rank `senders[i]`, rank i of the one that receives `receivers[i]`.
+    Rank i of the group that sends is channel rank `senders[i]`, rank i of the one that receives `receivers[i]`. `at` is
+    the driver's time when none of the processes was known to be lost.
     """
 
     name: str
@@ -62,6 +63,11 @@ class ChannelSpec:
     nodes: tuple[int, ...]
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
+    at: float
+
+    def lost(self, losses: Mapping[Process, float]) -> bool:
+        """Whether one of these losses, with their times, is of its processes, and not of those before them."""
+        return any(self.at <= losses.get(process, -1.0) for process in self.processes)
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,8 @@ class Member:
             name, rank = groups.full_name("control", ranks), ranks.index(self.rank)
             found = self._controls[ranks] = ControlTree(groups.store, name, len(ranks), rank, address, seconds)
             groups.when_closed(found.close)
+            if groups.meeting.lost:
+                found.abort()
         return found
 
     def abort(self) -> None:
@@ -369,7 +377,7 @@ class WeightChannels:
         `layouts` returns both sides' layouts at a payload's first transfer; an error in it is raised before anything is
         issued. With `required`, the destination runs no calls after a failure.
         """
-        key, setup = (source.key, destination.key), None
+        key, setup, now = (source.key, destination.key), None, time.time()
         self._iterations.held.send()
         for ranks in (source, destination):
             self._iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
@@ -379,7 +387,7 @@ class WeightChannels:
         if channel is None or payload not in channel.known:
             sides, opened = layouts(), ()  # first: an error leaves nothing behind
             if channel is None:
-                channel = self._channels[key] = self._make(source, destination)
+                channel = self._channels[key] = self._make(source, destination, now)
                 opened = channel.open(self._origins(channel, method))
             setup = ray.put(Setup(*sides, opened))  # one object for all hosts
         names = (channel.spec.name, source.key, destination.key, payload)
@@ -403,7 +411,7 @@ class WeightChannels:
         channel = self._channels.get((source.key, destination.key))
         return channel is not None and channel.failed()
 
-    def _make(self, source: RankGroup, destination: RankGroup) -> _OpenChannel:
+    def _make(self, source: RankGroup, destination: RankGroup, now: float) -> _OpenChannel:
         at: dict[Process, int] = {}
         hosts = []
         for ranks in (source, destination):
@@ -416,6 +424,7 @@ class WeightChannels:
             nodes=node_numbers([host.machine for host, _ in hosts]),
             senders=tuple(at[source.pool_name, member] for member in source.members),
             receivers=tuple(at[destination.pool_name, member] for member in destination.members),
+            at=now,
         )
         return _OpenChannel(spec, hosts)
 

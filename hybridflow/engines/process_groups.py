@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hybridflow.engine3d.transfer.handshake import check_complete
 from hybridflow.engines.call_events import Stage, memory_used
+from hybridflow.errors import WaitTimeoutError
 from hybridflow.topology import Coords, RankGrid
 
 # NCCL's watchdog aborts a late collective, which ends its kernel, and not the process: see `ProcessGroups.check`
@@ -107,6 +108,11 @@ def end_waits(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def _end_attempt(connection: socket.socket) -> None:
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT:
+        end_waits(connection)
+
+
 def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 2, seconds: float = 30.0) -> None:
     """Have a connection fail `seconds` after its other machine vanished: a collective would wait for its deadline. A
     stopped process answers by its kernel, unless it leaves more data unread than its buffers hold."""
@@ -118,6 +124,7 @@ def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 
 
 _DESCRIPTORS = "/proc/self/fd"
 _LOOPBACK = "127.0.0.1"
+_SYN_SENT, _ATTEMPT_SECONDS = 2, 0.2
 _GONE = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
@@ -144,6 +151,34 @@ def _gloo_devices() -> tuple[list[Any], list[tuple[str, int]]]:
 c10d.ProcessGroupGloo = _SharedGloo  # type: ignore[misc]  torch has no option for it
 
 
+class Meeting:
+    """Waits in a store for others with whom this process forms a group. A backend would wait for one that is lost until
+    its timeout; `abort`, called by another thread, ends the wait."""
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._wanted: tuple[Any, Sequence[str]] | None = None
+
+    def wait(self, store: dist.Store, keys: Sequence[str], seconds: float) -> None:
+        """Until the store has the keys. Errors: WaitTimeoutError when one of the others is lost, DistStoreError."""
+        self._wanted = store, keys
+        try:
+            if not self.lost:
+                store.wait(list(keys), datetime.timedelta(seconds=seconds))
+        finally:
+            self._wanted = None
+        if self.lost:
+            raise WaitTimeoutError("a rank was lost before all had formed a group.")
+
+    def abort(self) -> None:
+        """One of the others is lost: `wait` ends."""
+        self.lost = True
+        if (wanted := self._wanted) is not None:
+            store, keys = wanted
+            with suppress(RuntimeError):  # the store is gone, too
+                store.clone().multi_set(list(keys), [""] * len(keys))  # a store's own connection waits
+
+
 @dataclass
 class ProcessGroups:
     """Builds the process groups of one model group.
@@ -161,6 +196,8 @@ class ProcessGroups:
     _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
     _holders: list[Callable[[], object]] = field(default_factory=list)
     _connections: set[tuple[int, str]] = field(default_factory=set)
+    meeting: Meeting = field(default_factory=Meeting)
+    _connecting: bool = False
     between_stages: set[dist.ProcessGroup] = field(default_factory=set)
     """Groups of messages, which gloo counts as collectives."""
 
@@ -176,21 +213,30 @@ class ProcessGroups:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         if (found := self._built.get((full := self.full_name(name, members), backend))) is not None:
             return found
-        world = [self.ranks[m] for m in members]
-        group, _ = c10d._new_process_group_helper(
-            len(world),
-            list(members).index(self.rank),
-            world,
-            c10d.Backend(backend),
-            dist.PrefixStore(f"{full}/{backend}", self.store),
-            group_name=c10d.GroupName(f"{full}/{backend}"),
-            timeout=datetime.timedelta(seconds=timeout or self.timeout),
-            device_id=self.device if backend == "nccl" and len(world) > 1 else None,
-        )
+        world, rank = [self.ranks[m] for m in members], list(members).index(self.rank)
+        store, seconds = dist.PrefixStore(f"{full}/{backend}", self.store), timeout or self.timeout
+        store.set(f"here/{rank}", "")
+        self._connecting = True
+        try:
+            self.meeting.wait(store, [f"here/{each}" for each in range(len(world))], seconds)
+            group, _ = c10d._new_process_group_helper(
+                len(world),
+                rank,
+                world,
+                c10d.Backend(backend),
+                store,
+                group_name=c10d.GroupName(f"{full}/{backend}"),
+                timeout=datetime.timedelta(seconds=seconds),
+                device_id=self.device if backend == "nccl" and len(world) > 1 else None,
+            )
+        finally:
+            self._connecting = False
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {world_rank: i for i, world_rank in enumerate(world)}
         self._built[(full, backend)] = group
         self._connections |= _SharedGloo.opened if backend == "gloo" else set()
+        if self.meeting.lost:
+            self.abort()
         return group
 
     def full_name(self, name: str, members: Sequence[int]) -> str:
@@ -223,6 +269,11 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """A member is gone: what this process does in the groups fails, now and later. Called by another thread."""
+        self.meeting.abort()
+        while self._connecting:  # to the lost one: a machine that vanished answers nothing
+            for found in _sockets():
+                _with_socket(found, _end_attempt)
+            time.sleep(_ATTEMPT_SECONDS)
         for found in list(self._connections):
             _with_socket(found, end_waits)
         for (_, backend), group in list(self._built.items()):

@@ -63,10 +63,10 @@ def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
 
     Errors: those of a host that does not answer or cannot be built.
     """
-    if session.controller_pool.name in session.unbuilt or session.backend.lost(session.controller_pool.hosts):
-        return None
-    pools = [pool for pool in session.pools if pool.name in session.unbuilt or session.backend.lost(pool.hosts)]
-    if not pools:
+    everywhere = [*session.pools, session.controller_pool]
+    lost = {id(host) for host in session.backend.lost([host for pool in everywhere for host in pool.hosts])}
+    pools = [p for p in everywhere if p.name in session.unbuilt or not lost.isdisjoint(map(id, p.hosts))]
+    if not pools or session.controller_pool in pools:
         return None
     gone = _groups_on(session, pools)
     if _keep_state(session, gone):

@@ -12,7 +12,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.connection import _private_directory
+from hybridflow.cluster.connection import private_directory
 from hybridflow.cluster.future import Future
 from hybridflow.errors import (
     BatchError,
@@ -361,11 +361,11 @@ def test_nobody_else_reaches_a_local_cluster(cluster, four, two, batch, outward,
     assert (private.stat().st_mode & 0o777, private.stat().st_uid) == (0o700, os.getuid())
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    made = _private_directory()
+    made = private_directory()
     made.chmod(0o777)
-    assert _private_directory() == made
+    assert private_directory() == made
     assert made.stat().st_mode & 0o777 == 0o700
     made.rename(tmp_path / "elsewhere")
     made.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is another user's, or not a directory"):
-        _private_directory()
+        private_directory()

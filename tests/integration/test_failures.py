@@ -56,7 +56,9 @@ class Vector(hf.Worker):
         return {"vector": self.vector}
 
     @register(ONE_TO_ALL)
-    def nothing(self): ...
+    def doze(self, seconds):
+        time.sleep(seconds)
+        return os.getpid()
 
 
 class OddError(Exception):
@@ -415,6 +417,21 @@ def test_the_death_of_an_idle_host_is_logged_and_ends_the_next_call(
         with pytest.raises(HostLostError):
             pool.events()
     assert not cluster.lost_hosts
+
+
+def test_a_host_lost_while_a_link_is_opened_is_not_waited_for(cluster, settle):
+    """Its peer hears of it while it computes, before its own end is open, and runs its next calls at once."""
+    with hf.ResourcePool([1]) as pool, hf.ResourcePool([1]) as other:
+        stays, leaves = hf.place(Vector, pool, name="stays"), hf.place(Vector, other, name="leaves")
+        [pid] = leaves.doze(0).get()
+        stays.doze(4)
+        moved = hf.sync_weights(stays, leaves)
+        time.sleep(1)  # its end is open, and waits
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(HostLostError, match=r"leaves.sync_weights on rank 0 .* was lost"):
+            moved.get()
+        stays.doze(0).get(timeout=20)
+        settle()
 
 
 def test_a_host_that_dies_inside_a_collective_is_named_instead_of_its_peers(cluster, batch, settle):

@@ -6,6 +6,7 @@ A machine is a set of Linux namespaces; a bridge joins their networks, and the r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ NETWORK = "10.77.0"
 PORT = 6379
 TOKEN = "hybridflow-tests-of-several-machines-0123456789"
 _UP_SECONDS = 20.0
+_NUMBERS = itertools.count(1)  # a process may have several clusters at a time
 
 
 def missing() -> str:
@@ -46,7 +48,7 @@ class Machines:
     joined: bool = True
     fast: bool = False
     devices: int = 2
-    mark: str = field(default_factory=lambda: f"hf{os.getpid() % 10000}")
+    mark: str = field(default_factory=lambda: f"hf{os.getpid() % 10000}.{next(_NUMBERS)}")
     _inits: dict[int, tuple[subprocess.Popen, int]] = field(default_factory=dict)
 
     def __enter__(self) -> Machines:

@@ -56,3 +56,19 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline():
     first, _ = trees(2, seconds=0.5)
     with pytest.raises(WaitTimeoutError, match="a peer did not take part"):
         first.agree(None)
+
+
+@pytest.mark.parametrize("known", ["before", "while it waits"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_lost_before_it_came_is_not_waited_for(rank, known):
+    """The root waits for a connection, another rank for the root's address."""
+    tree = trees(2, seconds=60.0)[rank]
+    if known == "before":
+        tree.abort()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(tree.agree, None)
+        with pytest.raises(TimeoutError if known != "before" else WaitTimeoutError):
+            asked.result(0.5)
+        tree.abort()
+        with pytest.raises(WaitTimeoutError, match="a peer did not take part"):
+            asked.result(10)

@@ -87,7 +87,7 @@ def test_a_machine_without_a_route_is_lost_after_the_time_that_is_tolerated(monk
 
 
 def test_a_host_that_connects_later_learns_of_earlier_losses(addresses, monitor, serve):
-    first, heard = serve(), list[tuple[str, int]]()
+    first, heard = serve(), list[tuple[str, int, float]]()
     second = serve(lambda *lost: heard.append(lost))
     addresses["a"] = *first.address, first.key
     monitor.watch("train", [HostProcess(None, "a"), HostProcess(None, "b")])
@@ -97,4 +97,4 @@ def test_a_host_that_connects_later_learns_of_earlier_losses(addresses, monitor,
     assert not heard
     addresses["b"] = *second.address, second.key
     assert until(lambda: heard)
-    assert heard == [("train", 0)]
+    assert heard == [("train", 0, lost.at) for lost in monitor._incidents.lost.values()]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hybridflow.engines import process_groups  # its import shares the device
+from hybridflow.engines.process_groups import ProcessGroups
+from hybridflow.errors import WaitTimeoutError
 
 
 def device_threads() -> int:
@@ -91,3 +93,20 @@ def test_files_stay_as_they_are(tmp_path):
         for _ in range(5):
             process_groups._with_socket((file.fileno(), ""), process_groups.end_waits)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("known", ["before", "while it waits"])
+def test_a_group_is_not_formed_with_a_rank_that_is_lost(known):
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+    groups = ProcessGroups(store, "actor", range(2), 0, torch.device("cpu"), 60.0)
+    if known == "before":
+        groups.abort()
+    with ThreadPoolExecutor(1) as threads:
+        formed = threads.submit(groups.everyone)
+        if known != "before":
+            with pytest.raises(TimeoutError):
+                formed.result(0.5)
+            groups.abort()
+        with pytest.raises(WaitTimeoutError, match="a rank was lost before"):
+            formed.result(10)
