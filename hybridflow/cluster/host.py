@@ -34,6 +34,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.call_request import call_of
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
+from hybridflow.cluster.expected_calls import ExpectedCalls
 from hybridflow.cluster.future import Failure, Lost, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import DeviceUse, explain
@@ -68,6 +69,7 @@ class Host:
     threads: int
     deadlines: Deadlines
     deterministic: bool = False
+    prefetch: float | None = None
     _members: dict[str, Member] = field(default_factory=dict)
     _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
@@ -89,7 +91,14 @@ class Host:
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
         _take_lost_arguments()
         process_groups.gloo_address = address = ray.util.get_node_ip_address()
-        self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(address, self._abort)
+        self.reader = Reader(self.deadlines.peers)
+        self._expected = ExpectedCalls(self._worker_of, self.device, self.prefetch)
+        self._liveness = LivenessServer(address, self._abort, self._expected.add)
+
+    def _worker_of(self, group: str) -> Any:
+        """None where the group cannot run calls."""
+        member = self._members.get(group)
+        return None if member is None or member.failure or member.incomplete else member.worker
 
     def address(self) -> tuple[str, int, bytes]:
         """Host, port and key of this process's `LivenessServer`."""
@@ -198,7 +207,7 @@ class Host:
         if self.use_cuda and torch.cuda.is_initialized():  # a call's peak is measured from here
             context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
         before, ready, work, sizes, output = memory_used(self.device), start, CallWork(), (0, 0), None
-        with self._liveness.during(f"{member.role}.{call.method}"):
+        with self._liveness.during(f"{member.role}.{call.method}"), self._expected.running(call):
             result = inputs = self._inputs(member, call)
             if not isinstance(inputs, Failure):
                 ready = time.time()

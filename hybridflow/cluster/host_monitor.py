@@ -31,7 +31,7 @@ import ray
 import ray.exceptions
 
 from hybridflow.cluster import liveness
-from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.backend import HostProcess, RankCall, RankGroup
 from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ASK, WATCH, Doing
 from hybridflow.cluster.slow_ranks import SlowRanks
@@ -69,6 +69,7 @@ class _Watched:
     said: bytes = b""
     asked: float | None = None
     doing: Doing | None = None
+    latest: int = 0  # the number of the last call that was issued to it
     silent: bool = False  # and it was reported
     done: bool = False  # lost, or out of reach from here
 
@@ -126,6 +127,18 @@ class HostMonitor:
     def dropped(self, ranks: RankGroup) -> None:
         with self._lock:
             self._groups.pop(ranks.key, None)
+
+    def issued(self, host: HostProcess, call: RankCall, waits: bool) -> None:
+        """A call was issued to this host. It learns so at once of one whose model `waits` in host memory, and of the
+        call before that."""
+        if (watched := self._watched.get(host.address)) is None:
+            return
+        before, watched.latest = watched.latest, call.seq
+        connection = watched.socket
+        if waits and watched.open and connection is not None:
+            news = json.dumps([call.group, call.seq, before, call.phase == "training"]).encode()
+            with contextlib.suppress(OSError):  # it is only faster with it
+                connection.send(liveness.ISSUED + news + b"\n")
 
     def find_lost(self, hosts: Sequence[HostProcess]) -> list[HostProcess]:
         """Those of the hosts that are lost, also if that was not noticed yet; asks the others."""

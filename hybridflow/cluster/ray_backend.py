@@ -59,9 +59,15 @@ class RayBackend(SessionBackend):
     """
 
     def __init__(
-        self, address: str | None, devices: int | None, deadlines: Deadlines, deterministic: bool = False
+        self,
+        address: str | None,
+        devices: int | None,
+        deadlines: Deadlines,
+        deterministic: bool = False,
+        prefetch: float | None = None,
     ) -> None:
-        self.name, self.deadlines, self._deterministic = uuid.uuid4().hex[:8], deadlines, deterministic
+        self.name, self.deadlines = uuid.uuid4().hex[:8], deadlines
+        self._deterministic, self._prefetch = deterministic, prefetch
         self.iterations = Iterations(deadlines.peers)
         self.monitor = HostMonitor(self.iterations.incidents, deadlines.tolerate)
         self.channels = WeightChannels(self.iterations)
@@ -142,7 +148,7 @@ class RayBackend(SessionBackend):
 
     def _start(self, options: dict[str, Any], pool: str, rank: int, size: int, use_cuda: bool, threads: int) -> Any:
         host = RemoteHost.options(runtime_env={"env_vars": self._environment(threads)}, **options)
-        return host.remote(pool, rank, size, use_cuda, threads, self.deadlines, self._deterministic)
+        return host.remote(pool, rank, size, use_cuda, threads, self.deadlines, self._deterministic, self._prefetch)
 
     def _threads(self, node: Mapping[str, float], hosts: int) -> int:
         """Threads of a host on a node with these resources; with a GPU for offloaded optimizers, which step there."""
@@ -235,6 +241,9 @@ class RayBackend(SessionBackend):
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
         requests = requests_of(calls, f"{ranks.name}.{method}", self.iterations.step, issued.inputs)
+        for host, call in zip(ranks.hosts, calls, strict=True):
+            if call is not None:
+                self.monitor.issued(host, call, bool(ranks.spec.waits))
         if partners:
             out = held.hold(HeldCall(ranks, method, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)

@@ -27,6 +27,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import Operations, Replicas, StepCheck, random_state
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.initial_weights import fill, rounded
+from hybridflow.engines.layer_waits import wait_by_layer
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
 from hybridflow.engines.pipeline_turn import PipelineTurn
@@ -87,6 +88,7 @@ class TrainEngine(TrainStates):
                 tensors = {region.storage: region.box.tensor for region in regions}
                 shards = model.shards
                 self._optimizer = ShardOptimizer(optimizer, shards, model.no_decay, model.parts, model.fp16, tensors)
+            wait_by_layer(model.shards.model, model.shards.memory, model.shards.waited)
             if not isinstance(checkpoint, Uninitialized):
                 for tensor in self.storage().values():
                     tensor.zero_()  # including vocabulary padding
@@ -141,7 +143,7 @@ class TrainEngine(TrainStates):
         `read(micro-batch, rows)`, such as a method of `tokens`, is given the rows of the head at the positions `at`,
         with `hidden` those of its input.
         """
-        self._require("parameters")
+        self._require("parameters", by_layer=True)
         loop, errors = self._model.loop, list[Exception]()
 
         def to_host_read(micro: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
@@ -181,7 +183,7 @@ class TrainEngine(TrainStates):
         any rank, the step that follows is skipped on all. Errors: as `check` and `loss`.
         """
         self._training()
-        self._require("parameters", "gradients")
+        self._require("parameters", "gradients", by_layer=True)
         self.tokens.check(batch, outputs, temperature)
         metrics: list[dict[str, Tensor]] = []
         joined: dict[str, float] = {}
@@ -268,15 +270,16 @@ class TrainEngine(TrainStates):
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
 
-    def step(self) -> dict[str, float]:
+    def step(self, leaving: bool = False) -> dict[str, float]:
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
 
         `skipped` is 1.0 when gradients, or what they were computed from, were not finite: then nothing has changed,
-        moments and counters included (except the loss scale, by gradients that were too large for float16).
+        moments and counters included (except the loss scale, by gradients that were too large for float16). `leaving`:
+        everything is offloaded next, and copied to host memory part by part already.
         """
         optimizer = self._training()
         with self._stepping():
-            optimizer.step(self._check.take())
+            optimizer.step(self._check.take(), leaving)
         return optimizer.result
 
     def step_groups(self) -> list[frozenset[str]]:
@@ -337,10 +340,10 @@ class TrainEngine(TrainStates):
         return self._layout
 
     def storage(self) -> Mapping[str, Tensor]:
-        """The parameters themselves: writing into them changes the model; then call `weights_loaded`, or what has been
-        offloaded since this call comes back as it was. Errors: BrokenGroupError."""
+        """The parameters themselves: writing into them changes the model; then call `weights_loaded` before they are
+        offloaded, or they come back as they were. Errors: BrokenGroupError."""
         self._operations.check()
-        self._shards.memory.changed()
+        self._shards.memory.arrive()
         return self._shards.storage
 
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
@@ -352,6 +355,7 @@ class TrainEngine(TrainStates):
     def weights_loaded(self) -> None:
         """Copy parameters that a transfer has written to the optimizer's main parameters."""
         for memory in self._memories():
+            memory.arrive()
             memory.changed()
         self._shards.parameters_changed()
 
@@ -367,6 +371,7 @@ class TrainEngine(TrainStates):
             raise ConfigError(f"{self.context.role} has no main parameters apart from its parameters.")
         try:
             self.reload(("parameters", "optimizer"))
+            self._arrive()
             self._training().restore()
         except Exception:
             self._shards.memory.release()  # they are undefined: nothing may compute with them

@@ -236,6 +236,7 @@ class ModelWorker(Worker):
     def _merge(self) -> None:
         """Merge adapters into the engine's storage until the current call ends."""
         if self.engine.adapters is not None:
+            _ = self.engine.storage()  # all of it is there
             self.engine.adapters.merge()
 
     def _restore(self) -> None:
@@ -290,6 +291,19 @@ class ModelWorker(Worker):
     def prefix(self) -> str:
         """Prefix of its metric names."""
         return self.role
+
+    def fetch(self, what: Collection[TrainState]) -> None:
+        """Begin to bring these parts of an idle model's state back, ahead of a call. Not collective."""
+        with self.context.stage("prefetch", self.engine.copied_bytes):
+            self.engine.reload([name for name in self._idle if name in what])
+
+    def leave(self) -> None:
+        """Offload an idle model that was fetched in vain."""
+        self.engine.offload(self._idle)
+
+    def away_bytes(self, what: Collection[TrainState]) -> int:
+        """What `fetch` would allocate in device memory."""
+        return self.engine.away_bytes([name for name in self._idle if name in what])
 
     @contextmanager
     def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
@@ -389,7 +403,7 @@ class ModelWorker(Worker):
 
     def _step(self, last: bool) -> dict[str, float]:
         """One optimizer step; `last`: it ends the update."""
-        return self.engine.step()
+        return self.engine.step(leaving=last and bool(self._idle))
 
     @register(ALL_RANKS_FIRST_OUTPUT, binds=_optimizer_changes)
     def set_optimizer(
