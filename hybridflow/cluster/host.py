@@ -19,6 +19,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -76,6 +77,7 @@ class Host:
     _store: Any = None
     _unjoined: Exception | None = None
     _peak: int = 0
+    _waits: bool = False  # models here wait in host memory
     _node: str = field(default_factory=socket.gethostname)
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
@@ -156,6 +158,7 @@ class Host:
             role, rank, ranks.grid, self.device, groups, uninitialized=uninitialized, nodes=nodes, node=self._node
         )
         member = self._members[ranks.key] = Member(role, rank, context, ranks.settings)
+        self._waits |= bool(ranks.spec.waits)
         try:
             if self._unjoined is not None:
                 raise self._unjoined
@@ -207,7 +210,8 @@ class Host:
         if self.use_cuda and torch.cuda.is_initialized():  # a call's peak is measured from here
             context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
         before, ready, work, sizes, output = memory_used(self.device), start, CallWork(), (0, 0), None
-        with self._liveness.during(f"{member.role}.{call.method}"), self._expected.running(call):
+        ahead = self._expected.running(call) if self._waits else nullcontext()
+        with self._liveness.during(f"{member.role}.{call.method}"), ahead:
             result = inputs = self._inputs(member, call)
             if not isinstance(inputs, Failure):
                 ready = time.time()

@@ -69,7 +69,6 @@ class _Watched:
     said: bytes = b""
     asked: float | None = None
     doing: Doing | None = None
-    latest: int = 0  # the number of the last call that was issued to it
     silent: bool = False  # and it was reported
     done: bool = False  # lost, or out of reach from here
 
@@ -128,16 +127,13 @@ class HostMonitor:
         with self._lock:
             self._groups.pop(ranks.key, None)
 
-    def issued(self, host: HostProcess, call: RankCall, waits: bool) -> None:
-        """A call was issued to this host. It learns so at once of one whose model `waits` in host memory, and of the
-        call before that."""
-        if (watched := self._watched.get(host.address)) is None:
-            return
-        before, watched.latest = watched.latest, call.seq
-        connection = watched.socket
-        if waits and watched.open and connection is not None:
+    def announce(self, host: HostProcess, call: RankCall, before: int) -> None:
+        """Have a host know at once that this call was issued to it behind call `before`."""
+        watched = self._watched.get(host.address)
+        connection = watched.socket if watched is not None and watched.open else None
+        if connection is not None:
             news = json.dumps([call.group, call.seq, before, call.phase == "training"]).encode()
-            with contextlib.suppress(OSError):  # it is only faster with it
+            with contextlib.suppress(OSError):  # the call comes without it
                 connection.send(liveness.ISSUED + news + b"\n")
 
     def find_lost(self, hosts: Sequence[HostProcess]) -> list[HostProcess]:

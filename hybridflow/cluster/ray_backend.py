@@ -71,6 +71,7 @@ class RayBackend(SessionBackend):
         self.iterations = Iterations(deadlines.peers)
         self.monitor = HostMonitor(self.iterations.incidents, deadlines.tolerate)
         self.channels = WeightChannels(self.iterations)
+        self._latest = dict[Any, int]()  # by host: its last call
         self._store: dist.Store | None = None
         self._connected, self.directory = not ray.is_initialized(), ""
         self.termination = Termination()
@@ -178,6 +179,8 @@ class RayBackend(SessionBackend):
 
     def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
         self.monitor.forget(hosts)
+        for host in hosts:
+            self._latest.pop(host.address, None)
         if not ray.is_initialized():
             return
         with contextlib.suppress(ray.exceptions.RayError):
@@ -243,7 +246,9 @@ class RayBackend(SessionBackend):
         requests = requests_of(calls, f"{ranks.name}.{method}", self.iterations.step, issued.inputs)
         for host, call in zip(ranks.hosts, calls, strict=True):
             if call is not None:
-                self.monitor.issued(host, call, bool(ranks.spec.waits))
+                before, self._latest[host.address] = self._latest.get(host.address, 0), call.seq
+                if ranks.spec.waits:
+                    self.monitor.announce(host, call, before)
         if partners:
             out = held.hold(HeldCall(ranks, method, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)

@@ -27,7 +27,6 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import Operations, Replicas, StepCheck, random_state
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.initial_weights import fill, rounded
-from hybridflow.engines.layer_waits import wait_by_layer
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
 from hybridflow.engines.pipeline_turn import PipelineTurn
@@ -88,7 +87,6 @@ class TrainEngine(TrainStates):
                 tensors = {region.storage: region.box.tensor for region in regions}
                 shards = model.shards
                 self._optimizer = ShardOptimizer(optimizer, shards, model.no_decay, model.parts, model.fp16, tensors)
-            wait_by_layer(model.shards.model, model.shards.memory, model.shards.waited)
             if not isinstance(checkpoint, Uninitialized):
                 for tensor in self.storage().values():
                     tensor.zero_()  # including vocabulary padding

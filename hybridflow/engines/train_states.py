@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Operations
 from hybridflow.engines.contract import TrainState
+from hybridflow.engines.layer_waits import wait_by_layer
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.errors import ConfigError
@@ -15,12 +16,14 @@ from hybridflow.errors import ConfigError
 
 class TrainStates:
     """What a `TrainEngine` holds, and where it is. `_gradients` are "own" until they are added up over ranks, and
-    "lost" when a call has failed to which others of the same step belong."""
+    "lost" when a call has failed to which others of the same step belong. `_by_layer`: layers wait for parameters that
+    come back."""
 
     context: RankContext
     _operations: Operations
     _shards: Any = None
     _optimizer: ShardOptimizer | None = None
+    _by_layer = False
     _gradients: Literal["zero", "own", "summed", "lost"] = "zero"
 
     def memory(self) -> Residency:
@@ -90,6 +93,9 @@ class TrainStates:
         zero = self._gradients in ("zero", "lost")
         if name == "parameters":
             memory = self._shards.memory
+            if away and not self._by_layer:
+                wait_by_layer(self._shards.model, memory, self._shards.waited)
+                self._by_layer = True
             memory.offload(parameters) if away else memory.fetch(parameters)
         elif name == "optimizer":
             self._training().offload() if away else self._training().reload()

@@ -203,6 +203,7 @@ class ModelWorker(Worker):
     _frozen: Mapping[str, str] = {}
     _dtypes: Mapping[str, str] = {}  # of the files of its model
     _idle: tuple[TrainState, ...] = ()  # kept in host memory between calls
+    _came: tuple[int, int] | None = None  # bytes copied until its state was there
 
     @classmethod
     def worker_spec(cls, settings: Settings) -> WorkerSpec:
@@ -313,6 +314,7 @@ class ModelWorker(Worker):
             if wanted:
                 with self.context.stage("reload", self.engine.copied_bytes):
                     agree(self.context, partial(self.engine.reload, wanted))
+                self._came = self.engine.copied_bytes()
             yield
         except BaseException:
             with suppress(BrokenGroupError):  # what is raised says why
@@ -323,7 +325,7 @@ class ModelWorker(Worker):
     def _rest(self) -> None:
         self._restore()
         if self._idle:
-            with self.context.stage("offload", self.engine.copied_bytes):
+            with self.context.stage("offload", self.engine.copied_bytes, self._came):
                 self.engine.offload(self._idle)
 
     def _agreed(self, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
