@@ -67,10 +67,10 @@ class HostImages:
         self._images: dict[Hashable, Tensor] = {}
         self._same: set[Hashable] = set()  # those with the content of their tensors
         self.copied_out = self.copied_in = 0
+        self._queued = False  # copies that `join` does not follow yet
 
     def save(self, tensors: Mapping[Any, Tensor]) -> None:
-        """Make images of these tensors as they are now, or none when it fails. They may change once the caller's stream
-        has joined `stream`."""
+        """Make images of these tensors as they are now, or none when it fails; `join` comes before they change."""
         stale = {key: tensor for key, tensor in tensors.items() if key not in self._same}
         for key, tensor in stale.items():
             if key not in self._images:
@@ -78,6 +78,7 @@ class HostImages:
                 raw = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
                 self._images[key] = raw.view(tensor.dtype).view(tensor.shape)
         if stale:
+            self._queued = True
             self.stream.follow()
         for key, tensor in stale.items():
             self.stream.copy(self._images[key], tensor)
@@ -86,9 +87,16 @@ class HostImages:
 
     def restore(self, key: Hashable, tensor: Tensor) -> Any:
         """Copy the image to the tensor; returns a mark behind that on the stream."""
+        self._queued = True
         self.stream.copy(tensor, self._images[key])
         self.copied_in += tensor.nbytes
         return self.stream.mark()
+
+    def join(self) -> None:
+        """The tensors may change, and be freed, in later work of the caller's stream."""
+        if self._queued:
+            self.stream.join()
+            self._queued = False
 
     def changed(self, keys: Iterable[Any] | None = None) -> None:
         """The content of these tensors (default: all) is no longer that of their images."""
@@ -238,7 +246,7 @@ class Residency:
             if not wanted[key]:
                 self.images.drop((key,))
         if freed:
-            self.images.stream.join()
+            self.images.join()
             self._coming.clear()
         for key in freed:
             self._storages[key].resize_(0)

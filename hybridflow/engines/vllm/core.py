@@ -378,7 +378,7 @@ class PooledMemory:
                 self._host_buffers.restore(name, buffer)
             for name in self._away:
                 self.images.restore(name, self._tensors[name])
-            self.images.stream.join()
+            self.images.stream.join()  # of buffers, too
             fresh = self._tensors.keys() - self._away
         self._users |= wanted
         self._away -= wanted
