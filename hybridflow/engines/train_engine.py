@@ -379,13 +379,16 @@ class TrainEngine(TrainStates):
         """Boxes of every rank's optimizer state, alike for each kind of it; None without an optimizer."""
         return self._optimizer_layout
 
-    def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
+    def optimizer_storage(self, writes: bool = False) -> dict[str, Mapping[str, Tensor]]:
         """Kind of state -> this rank's float32 tensors by the names of `optimizer_layout()`.
 
         Kinds are "main" (main parameters; without separate ones, views of the parameters), and "exp_avg",
-        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum.
+        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum. With `writes` they are written into before they
+        leave, and `optimizer_moved` may come later.
         """
         self._require("optimizer")
+        for memory in self._memories() if writes else ():
+            memory.changed()
         settle(self.device)  # an update may still be copied from main parameters in host memory
         return self._training().storage()
 

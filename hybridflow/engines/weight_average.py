@@ -54,7 +54,9 @@ class WeightAverage:
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
         return self.layout(), self.storage()
 
-    def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
+    def optimizer_storage(self, writes: bool = False) -> dict[str, Mapping[str, Tensor]]:
+        if writes:
+            self.memory.changed()
         return {"main": self.storage()}
 
     def optimizer_counters(self) -> dict[str, Any]:
