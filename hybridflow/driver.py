@@ -26,7 +26,7 @@ from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError, add_outcome
 from hybridflow.models.hf_spec import use_of
 from hybridflow.protocols.operation import kind_of
-from hybridflow.settings import require
+from hybridflow.settings import is_number, require
 from hybridflow.topology import RankGrid
 from hybridflow.tracking import run_lock  # noqa: F401  released behind a session that is open at the end
 from hybridflow.workers.placing import check_memory, ranks_on
@@ -47,6 +47,7 @@ def init(
     tolerate: float = 0.0,
     time_sharing: bool = False,
     deterministic: bool = False,
+    prefetch: float | None = None,
 ) -> None:
     """Connect to the Ray cluster at `address` (or `RAY_ADDRESS`), or start a local one with `devices` logical devices.
 
@@ -55,10 +56,13 @@ def init(
     after a machine was lost; and how long a machine may be out of reach (at most 20 s) before its processes count as
     lost. With `time_sharing`, updates that the driver
     issues one right after the other run as in `together`, where they can. With `deterministic`, runs of a program on
-    equal GPUs repeat bit for bit, more slowly, as on the CPU they always do (docs/gpus.md). Until `shutdown`, SIGTERM
-    ends the driver as Ctrl-C does, with status 143, unless the user installed a handler. Errors: ConfigError when a
-    session is open.
+    equal GPUs repeat bit for bit, more slowly, as on the CPU they always do (docs/gpus.md). `prefetch` bounds the GiB
+    per device that an offloaded model brings back behind the call before its own (0: none; None: what the device has
+    left). Until `shutdown`, SIGTERM ends the driver as Ctrl-C does, with status 143, unless the user installed a
+    handler. Errors: ConfigError when a session is open.
     """
+    good = prefetch is None or (is_number(prefetch) and prefetch >= 0)
+    require(good, f"prefetch={prefetch!r}: give GiB of at least 0, or None.")
     require(
         isinstance(tolerate, int | float) and 0 <= tolerate <= _TOLERATED_SECONDS,
         f"tolerate={tolerate!r}: give 0 to {_TOLERATED_SECONDS} seconds. Connections between ranks end after 30 s "
@@ -69,7 +73,7 @@ def init(
         replaced("the session")
         session.shutdown()
     deadlines = Deadlines(peer_timeout, collective_timeout, wait_for_devices, tolerate)
-    session = Session.open(address=address, devices=devices, deadlines=deadlines, deterministic=deterministic)
+    session = Session.open(address, devices, deadlines, deterministic, prefetch)
     session.iterations.held.automatic = time_sharing
     if cell is not None:
         session.cells[""] = cell

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.call_request import call_of
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
+from hybridflow.cluster.expected_calls import ExpectedCalls
 from hybridflow.cluster.future import Failure, Lost, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import IMAGE, DeviceUse, explain
@@ -68,6 +70,7 @@ class Host:
     threads: int
     deadlines: Deadlines
     deterministic: bool = False
+    prefetch: float | None = None
     _members: dict[str, Member] = field(default_factory=dict)
     _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
     _lost: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -75,6 +78,7 @@ class Host:
     _store: Any = None
     _unjoined: Exception | None = None
     _peak: int = 0
+    _waits: bool = False  # models here wait in host memory
     _node: str = field(default_factory=socket.gethostname)
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
@@ -90,7 +94,14 @@ class Host:
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
         _take_lost_arguments()
         process_groups.gloo_address = address = ray.util.get_node_ip_address()
-        self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(address, self._abort)
+        self.reader = Reader(self.deadlines.peers)
+        self._expected = ExpectedCalls(self._worker_of, self.device, self.prefetch)
+        self._liveness = LivenessServer(address, self._abort, self._expected.add)
+
+    def _worker_of(self, group: str) -> Any:
+        """None where the group cannot run calls."""
+        member = self._members.get(group)
+        return None if member is None or member.failure or member.incomplete else member.worker
 
     def address(self) -> tuple[str, int, bytes]:
         """Host, port and key of this process's `LivenessServer`."""
@@ -152,6 +163,7 @@ class Host:
         member = self._members[ranks.key] = Member(role, rank, context, ranks.settings)
         if any((self.pool, one) in self._lost for one in ranks.members):
             member.abort()
+        self._waits |= bool(ranks.spec.waits)
         try:
             if self._unjoined is not None:
                 raise self._unjoined
@@ -205,7 +217,8 @@ class Host:
         if self.use_cuda and torch.cuda.is_initialized():  # a call's peak is measured from here
             context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
         before, ready, work, sizes, output = memory_used(self.device), start, CallWork(), (0, 0), None
-        with self._liveness.during(f"{member.role}.{call.method}"):
+        ahead = self._expected.running(call) if self._waits else nullcontext()
+        with self._liveness.during(f"{member.role}.{call.method}"), ahead:
             result = inputs = self._inputs(member, call)
             if not isinstance(inputs, Failure):
                 ready = time.time()

@@ -31,7 +31,7 @@ import ray
 import ray.exceptions
 
 from hybridflow.cluster import liveness
-from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.backend import HostProcess, RankCall, RankGroup
 from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ASK, WATCH, Doing
 from hybridflow.cluster.slow_ranks import SlowRanks
@@ -126,6 +126,15 @@ class HostMonitor:
     def dropped(self, ranks: RankGroup) -> None:
         with self._lock:
             self._groups.pop(ranks.key, None)
+
+    def announce(self, host: HostProcess, call: RankCall, before: int) -> None:
+        """Have a host know at once that this call was issued to it behind call `before`."""
+        watched = self._watched.get(host.address)
+        connection = watched.socket if watched is not None and watched.open else None
+        if connection is not None:
+            news = json.dumps([call.group, call.seq, before, call.phase == "training"]).encode()
+            with contextlib.suppress(OSError):  # the call comes without it
+                connection.send(liveness.ISSUED + news + b"\n")
 
     def find_lost(self, hosts: Sequence[HostProcess]) -> list[HostProcess]:
         """Those of the hosts that are lost, also if that was not noticed yet; asks the others."""

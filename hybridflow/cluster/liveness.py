@@ -48,7 +48,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib",
 _COLLECTIVE = ("/torch/distributed/", "/engine3d/transfer/", "/pipeline_parallel/p2p_communication.py")
 _COLLECTIVE += ("/engines/megatron/messages.py", "/engines/pipeline_turn.py", "/cluster/control_tree.py")
 SILENT = "no answer from its process, which is stopped, hangs, or cannot be reached"
-ASK, WATCH, STACKS, LOST = b"a", b"w", b"s", b"l"
+ASK, WATCH, STACKS, LOST, ISSUED = b"a", b"w", b"s", b"l", b"i"
 _LONGEST_ANSWER = 1 << 22
 STARTING = "its process has not started yet"
 
@@ -75,12 +75,18 @@ def listening_socket(host: str) -> socket.socket:
 class LivenessServer:
     """Serves clients that begin with its `key`, then one byte at a time: `ASK` is answered with one line of JSON, a
     `Doing`, and `STACKS` with the stacks of all threads; then the connection is closed. After `WATCH` it stays open,
-    until the process ends, for any number of `ASK`, and of `LOST` with a line of JSON: arguments of `lost`, which a
-    thread calls for each.
+    until the process ends, for any number of `ASK`, and of `LOST` and `ISSUED` with a line of JSON: arguments of `lost`
+    and of `issued`, which a thread calls for each.
     """
 
-    def __init__(self, host: str, lost: Callable[[str, int, float], object] = lambda *_: None) -> None:
-        self._call, self._thread, self._closed, self._lost = "", threading.get_ident(), False, lost
+    def __init__(
+        self,
+        host: str,
+        lost: Callable[[str, int, float], object] = lambda *_: None,
+        issued: Callable[[str, int, int, bool], object] = lambda *_: None,
+    ) -> None:
+        self._call, self._thread, self._closed = "", threading.get_ident(), False
+        self._news: dict[bytes, Callable[..., object]] = {LOST: lost, ISSUED: issued}
         self._socket = listening_socket(host)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.key = secrets.token_bytes(16)
@@ -123,9 +129,9 @@ class LivenessServer:
             if asked == WATCH:
                 selector.modify(client, selectors.EVENT_READ, math.inf)
                 return
-            if asked == LOST and watches:
+            if asked in self._news and watches:
                 line = b"".join(iter(lambda: client.recv(1).strip(b"\n"), b""))
-                threading.Thread(target=self._lost, args=json.loads(line), name="lost peer", daemon=True).start()
+                threading.Thread(target=self._news[asked], args=json.loads(line), name="news", daemon=True).start()
             elif asked == ASK:
                 client.sendall(json.dumps(asdict(self._doing())).encode() + b"\n")
             elif asked == STACKS:

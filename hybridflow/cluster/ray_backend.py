@@ -59,12 +59,19 @@ class RayBackend(SessionBackend):
     """
 
     def __init__(
-        self, address: str | None, devices: int | None, deadlines: Deadlines, deterministic: bool = False
+        self,
+        address: str | None,
+        devices: int | None,
+        deadlines: Deadlines,
+        deterministic: bool = False,
+        prefetch: float | None = None,
     ) -> None:
-        self.name, self.deadlines, self._deterministic = uuid.uuid4().hex[:8], deadlines, deterministic
+        self.name, self.deadlines = uuid.uuid4().hex[:8], deadlines
+        self._deterministic, self._prefetch = deterministic, prefetch
         self.iterations = Iterations(deadlines.peers)
         self.monitor = HostMonitor(self.iterations.incidents, deadlines.tolerate)
         self.channels = WeightChannels(self.iterations)
+        self._latest = dict[Any, int]()  # by host: its last call
         self._store: dist.Store | None = None
         self._connected, self.directory = not ray.is_initialized(), ""
         self.termination = Termination()
@@ -142,7 +149,7 @@ class RayBackend(SessionBackend):
 
     def _start(self, options: dict[str, Any], pool: str, rank: int, size: int, use_cuda: bool, threads: int) -> Any:
         host = RemoteHost.options(runtime_env={"env_vars": self._environment(threads)}, **options)
-        return host.remote(pool, rank, size, use_cuda, threads, self.deadlines, self._deterministic)
+        return host.remote(pool, rank, size, use_cuda, threads, self.deadlines, self._deterministic, self._prefetch)
 
     def _threads(self, node: Mapping[str, float], hosts: int) -> int:
         """Threads of a host on a node with these resources; with a GPU for offloaded optimizers, which step there."""
@@ -172,6 +179,8 @@ class RayBackend(SessionBackend):
 
     def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
         self.monitor.forget(hosts)
+        for host in hosts:
+            self._latest.pop(host.address, None)
         if not ray.is_initialized():
             return
         with contextlib.suppress(ray.exceptions.RayError):
@@ -235,6 +244,11 @@ class RayBackend(SessionBackend):
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
         requests = requests_of(calls, f"{ranks.name}.{method}", self.iterations.step, issued.inputs)
+        for host, call in zip(ranks.hosts, calls, strict=True):
+            if call is not None:
+                before, self._latest[host.address] = self._latest.get(host.address, 0), call.seq
+                if ranks.spec.waits:
+                    self.monitor.announce(host, call, before)
         if partners:
             out = held.hold(HeldCall(ranks, method, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)

@@ -78,13 +78,15 @@ class Session:
         devices: int | None = None,
         deadlines: Deadlines | None = None,
         deterministic: bool = False,
+        prefetch: float | None = None,
     ) -> Session:
         """Open a session on the Ray cluster at `address` (or `RAY_ADDRESS`), or on a local one, see `RayBackend`.
 
         Errors: ConfigError when one is open already."""
         if cls._current is not None:
             return cls._current.opened_again()
-        cls._current = session = cls(RayBackend(address, devices, deadlines or Deadlines(), deterministic))
+        backend = RayBackend(address, devices, deadlines or Deadlines(), deterministic, prefetch)
+        cls._current = session = cls(backend)
         session.iterations.incidents.directory = lambda: session.run_directory
         return session
 

@@ -308,13 +308,14 @@ def _storages(
         if side is not None:
             resident.enter_context(side.worker.resident())
 
-    def storage(worker: Any) -> Mapping[str, Tensor]:
-        return (
-            worker.weights_storage() if payload == WEIGHTS else worker.optimizing_engine().optimizer_storage()[payload]
-        )
+    def storage(side: Member | None, writes: bool) -> Mapping[str, Tensor]:
+        if side is None:
+            return {}
+        if payload == WEIGHTS:
+            return side.worker.weights_storage()
+        return side.worker.optimizing_engine().optimizer_storage(writes)[payload]
 
-    source, destination = ({} if side is None else storage(side.worker) for side in (sender, receiver))
-    return source, destination
+    return storage(sender, writes=False), storage(receiver, writes=True)
 
 
 def incomplete(failure: Failure) -> Failure:

@@ -19,10 +19,11 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from hybridflow.engine3d.copy_stream import CopyStream, reached_by
 from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.plan import WeightPlan
 from hybridflow.engine3d.transfer.local_plan import Storage
-from hybridflow.engine3d.transfer.transfer import CopyStream, Transfer, reached_by, received_by_tensor
+from hybridflow.engine3d.transfer.transfer import Transfer, received_by_tensor
 from hybridflow.engine3d.transition import Transition, any_rank
 from hybridflow.errors import ConfigError, LayoutError, nearest
 

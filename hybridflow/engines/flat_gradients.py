@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridflow.batch.pinned import settle
-from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.copy_stream import CopyStream
+from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.units import Unit
 
 
@@ -43,6 +44,7 @@ class FlatGradients:
         whole: bool,
         devices: tuple[torch.device, torch.device],
         overlap: bool,
+        stream: CopyStream,
     ) -> None:
         self._named, self._units, self._groups, self._whole = named, units, groups, whole
         self._several, self._in_flight = any(group.size() > 1 for group in groups), int(overlap)
@@ -56,11 +58,12 @@ class FlatGradients:
             kept = [torch.zeros(unit.share(group.size()), **flat) for unit, group in zip(units, groups, strict=True)]
             self._shares, self._open = kept, dict[int, Tensor]()
         self._kept = kept
-        self.memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, self._device)
+        self.images = HostImages(stream)
+        self.memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, self._device, images=self.images)
         self.own = self.pieces(self._shares)
         self._missing: list[set[str]] = [set() for _ in units]  # parameters without a gradient so far
         self._sent: list[tuple[int, Tensor, Any, Tensor]] = []
-        self._aside = None if kept_on == self._device else torch.cuda.Stream(self._device)
+        self._aside = None if kept_on == self._device else CopyStream(self._device)
         self._adding: list[tuple[Tensor, Any]] = []  # sums, until they are added to shares on the host
         self._settled = True
         self._empty = set() if self._aside is None else {*range(len(kept))}  # shares that count as zero
@@ -149,8 +152,8 @@ class FlatGradients:
             unit, sums, work, _ = self._sent.pop(0)
             work.wait()
             self._add(unit, sums)
-        while len(self._adding) > left:  # then their memory may be used again
-            torch.cuda.current_stream(self._device).wait_event(self._adding.pop(0)[1])
+        while self._aside is not None and len(self._adding) > left:  # then their memory may be used again
+            self._aside.wait(self._adding.pop(0)[1])
 
     def _add(self, unit: int, sums: Tensor) -> None:
         """Add to this rank's share."""
@@ -158,11 +161,11 @@ class FlatGradients:
         if self._aside is None:
             share.add_(sums)
             return
-        self._aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._aside):
+        self._aside.follow()
+        with self._aside.queued():
             total = sums if unit in self._empty else share.to(self._device, non_blocking=True).add_(sums)
             share.copy_(total, non_blocking=True)
-        self._adding.append((sums, self._aside.record_event()))
+        self._adding.append((sums, self._aside.mark()))
         self._settled, self._empty = False, self._empty - {unit}
 
     def finish(self) -> None:

@@ -95,6 +95,7 @@ class FlatShards:
             whole=stage == 1 or (ranks == 1 and not offload),  # on one rank a share is the whole: nothing is sent
             devices=(device, self._host if stage == 2 else device),
             overlap=on_cuda if overlap is None else overlap,
+            stream=self.memory.images.stream,
         )
         self._own = self.gradients.pieces([share for *_, share in self._trained])
         self.separate = any(offload or buffer.dtype != torch.float32 for _, _, buffer, _ in self._trained)
@@ -141,8 +142,14 @@ class FlatShards:
             dist.all_reduce(total, group=self._everyone)
         return total
 
+    def waited(self, layer: nn.Module, mark: Any) -> None:
+        """No other stream reads parameters."""
+
     @torch.no_grad()
     def updated(self, names: Collection[str]) -> None:
+        for unit, *_ in self._trained:
+            if not unit.parameters.keys().isdisjoint(names):
+                self.memory.changed(unit.parameters)
         if self.separate and (mine := [name for name in names if name in self.main]):
             mains = [self.main[name] for name in mine]
             torch._foreach_copy_([self._own[name] for name in mine], mains, non_blocking=True)

@@ -339,10 +339,15 @@ class RankContext:
     row_number: Callable[[int], int] = int
 
     @contextmanager
-    def stage(self, name: str, copied: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> Iterator[None]:
+    def stage(
+        self,
+        name: str,
+        copied: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        since: tuple[int, int] | None = None,
+    ) -> Iterator[None]:
         """Record when a named part of a call ran, for the timeline. `copied` are all bytes so far that were copied from
-        and to host memory."""
-        start, before, known = time.time(), memory_used(self.device), copied()
+        and to host memory, `since` those before the ones to count (default: before the part)."""
+        start, before, known = time.time(), memory_used(self.device), since or copied()
         try:
             yield
         except BaseException:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow import config
-from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.parameter_groups import GroupSettings, settings_of
 from hybridflow.engines.sharded_model import Shards
 from hybridflow.models.hf_spec import ROUTER_BIAS
@@ -126,14 +126,20 @@ class ShardOptimizer:
         return loss if self.scale is None else loss * self.scale.value
 
     @torch.no_grad()
-    def step(self, refused: bool = False) -> dict[str, float]:
+    def step(self, refused: bool = False, leaving: bool = False) -> dict[str, float]:
         """`grad_norm` (over all ranks, before clipping), `lr`, and `skipped`: 1.0 when gradients were not finite, or
         with `refused`, in which case nothing was updated. The gradients are zero afterwards. Collective.
 
-        A step that is `refused` has the norm nan and does not count as an overflow: the loss scale stays.
+        A step that is `refused` has the norm nan and does not count as an overflow: the loss scale stays. `leaving`:
+        parameters and state are offloaded next, so each part is copied to host memory while the next one is stepped.
         """
         if self._prepare(refused):
-            self._update(self._names)
+            for part in self.parts if leaving else [self._names]:
+                names = [name for name in self._names if name in part]
+                self._update(names)
+                if leaving:
+                    self.shards.memory.save(names)
+                    self.memory.save([f"{kind}/{name}" for kind in ("main", *self._moments) for name in names])
         return self._finish()
 
     def step_parts(self, refused: bool = False) -> Iterator[int]:
@@ -168,7 +174,6 @@ class ShardOptimizer:
         self.changed = not skipped or self.scale is not None  # from here on, nothing that an error would undo
         if not skipped:
             self.memory.changed()
-            self.shards.memory.changed()
         if self.scale is not None:
             self.overflowed = skipped and self.scale.value > 1.0
             self.scale.update(overflow=skipped)
@@ -205,11 +210,7 @@ class ShardOptimizer:
     # State
 
     def storage(self) -> dict[str, Mapping[str, Tensor]]:
-        """Kind -> tensors by the names of `shards.main`, which may be written into."""
-        self.memory.changed()
-        return self._storage()
-
-    def _storage(self) -> dict[str, Mapping[str, Tensor]]:
+        """Kind -> tensors by the names of `shards.main`; after writing into them comes `moved`."""
         main, state = self.shards.main, self.torch.state
         return {"main": main, **{kind: {name: state[main[name]][kind] for name in main} for kind in self._moments}}
 
@@ -222,6 +223,7 @@ class ShardOptimizer:
     def moved(self, counters: Mapping[str, Any]) -> None:
         """Main parameters and moments were written from outside: continue with `counters`, copy main ones to the
         parameters. Collective over the data parallel ranks."""
+        self.memory.changed()
         self.steps = counters["steps"]
         self.change(counters.get("changes", {}), before={})
         for name, replaced in counters.get("replaced", {}).items():
@@ -240,7 +242,6 @@ class ShardOptimizer:
     @torch.no_grad()
     def restore(self) -> None:
         """Parameters := main parameters. Collective over the data parallel ranks."""
-        self.shards.memory.changed()
         self.shards.updated(self._names)
 
     # Memory
@@ -249,9 +250,10 @@ class ShardOptimizer:
     def memory(self) -> Residency:
         """Behind state that does not share memory with the parameters."""
         if self._memory is None:
-            own = {k: tensors for k, tensors in self._storage().items() if self.shards.separate or k != "main"}
+            own = {k: tensors for k, tensors in self.storage().items() if self.shards.separate or k != "main"}
             tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
-            self._memory = Residency(tensors, self.shards.memory.device)
+            beside = self.shards.memory
+            self._memory = Residency(tensors, beside.device, images=HostImages(beside.images.stream))
         return self._memory
 
     def offload(self) -> None:
@@ -266,8 +268,9 @@ class ShardOptimizer:
         self.resident = False
 
     def reload(self) -> None:
+        """Bring it back; `memory.arrive` comes before it is used."""
         if not self.resident:
-            self.memory.zero(self.memory.acquire())
+            self.memory.zero(self.memory.fetch())
             self.resident = True
 
     @property

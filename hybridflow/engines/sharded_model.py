@@ -40,8 +40,8 @@ class Shards(Protocol):
     all ranks, also where `main` is empty).
 
     `gradients` has `tensors` (float32, by the names of `storage`, of the parameters that have any now; may be
-    collective), `drop()` to set them to zero, and `resident`, `resident_bytes`, `offload(zero)`, `reload(zero)` for
-    their memory: what is `zero` is not copied.
+    collective), `drop()` to set them to zero, and `memory`, `images`, `resident`, `resident_bytes`, `offload(zero)`,
+    `reload(zero)` for their memory: what is `zero` is not copied.
     """
 
     model: Any
@@ -65,6 +65,11 @@ class Shards(Protocol):
 
     def after_pass(self) -> None:
         """Called after the micro-batches of a pass, with gradients or without."""
+        ...
+
+    def waited(self, layer: Any, mark: Any) -> None:
+        """The device's stream has waited for `mark`, behind which parameters of `layer` are there: others that read
+        them wait, too."""
         ...
 
     def reduce(self) -> None:

@@ -141,7 +141,7 @@ class TrainEngine(TrainStates):
         `read(micro-batch, rows)`, such as a method of `tokens`, is given the rows of the head at the positions `at`,
         with `hidden` those of its input.
         """
-        self._require("parameters")
+        self._require("parameters", by_layer=True)
         loop, errors = self._model.loop, list[Exception]()
 
         def to_host_read(micro: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class TrainEngine(TrainStates):
         any rank, the step that follows is skipped on all. Errors: as `check` and `loss`.
         """
         self._training()
-        self._require("parameters", "gradients")
+        self._require("parameters", "gradients", by_layer=True)
         self.tokens.check(batch, outputs, temperature)
         metrics: list[dict[str, Tensor]] = []
         joined: dict[str, float] = {}
@@ -267,15 +267,16 @@ class TrainEngine(TrainStates):
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
 
-    def step(self) -> dict[str, float]:
+    def step(self, leaving: bool = False) -> dict[str, float]:
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
 
         `skipped` is 1.0 when gradients, or what they were computed from, were not finite: then nothing has changed,
-        moments and counters included (except the loss scale, by gradients that were too large for float16).
+        moments and counters included (except the loss scale, by gradients that were too large for float16). `leaving`:
+        everything is offloaded next, and copied to host memory part by part already.
         """
         optimizer = self._training()
         with self._stepping():
-            optimizer.step(self._check.take())
+            optimizer.step(self._check.take(), leaving)
         return optimizer.result
 
     def step_groups(self) -> list[frozenset[str]]:
@@ -336,10 +337,10 @@ class TrainEngine(TrainStates):
         return self._layout
 
     def storage(self) -> Mapping[str, Tensor]:
-        """The parameters themselves: writing into them changes the model; then call `weights_loaded`, or what has been
-        offloaded since this call comes back as it was. Errors: BrokenGroupError."""
+        """The parameters themselves: writing into them changes the model; then call `weights_loaded` before they are
+        offloaded, or they come back as they were. Errors: BrokenGroupError."""
         self._operations.check()
-        self._shards.memory.changed()
+        self._shards.memory.arrive()
         return self._shards.storage
 
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
@@ -351,6 +352,7 @@ class TrainEngine(TrainStates):
     def weights_loaded(self) -> None:
         """Copy parameters that a transfer has written to the optimizer's main parameters."""
         for memory in self._memories():
+            memory.arrive()
             memory.changed()
         self._shards.parameters_changed()
 
@@ -366,6 +368,7 @@ class TrainEngine(TrainStates):
             raise ConfigError(f"{self.context.role} has no main parameters apart from its parameters.")
         try:
             self.reload(("parameters", "optimizer"))
+            self._arrive()
             self._training().restore()
         except Exception:
             self._shards.memory.release()  # they are undefined: nothing may compute with them
@@ -375,13 +378,16 @@ class TrainEngine(TrainStates):
         """Boxes of every rank's optimizer state, alike for each kind of it; None without an optimizer."""
         return self._optimizer_layout
 
-    def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
+    def optimizer_storage(self, writes: bool = False) -> dict[str, Mapping[str, Tensor]]:
         """Kind of state -> this rank's float32 tensors by the names of `optimizer_layout()`.
 
         Kinds are "main" (main parameters; without separate ones, views of the parameters), and "exp_avg",
-        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum.
+        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum. With `writes` they are written into before they
+        leave, and `optimizer_moved` may come later.
         """
         self._require("optimizer")
+        for memory in self._memories() if writes else ():
+            memory.changed()
         settle(self.device)  # an update may still be copied from main parameters in host memory
         return self._training().storage()
 

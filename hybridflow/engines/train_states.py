@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Operations
 from hybridflow.engines.contract import TrainState
+from hybridflow.engines.layer_waits import wait_by_layer
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.errors import ConfigError
@@ -15,18 +16,21 @@ from hybridflow.errors import ConfigError
 
 class TrainStates:
     """What a `TrainEngine` holds, and where it is. `_gradients` are "own" until they are added up over ranks, and
-    "lost" when a call has failed to which others of the same step belong."""
+    "lost" when a call has failed to which others of the same step belong. `_by_layer`: layers wait for parameters that
+    come back."""
 
     context: RankContext
     _operations: Operations
     _shards: Any = None
     _optimizer: ShardOptimizer | None = None
+    _by_layer = False
     _gradients: Literal["zero", "own", "summed", "lost"] = "zero"
 
     def memory(self) -> Residency:
         """The memory behind `storage()`, at least every decoder layer on its own. While names are released the engine
         does not compute. `acquire` leaves elements in boxes of `layout()` undefined and restores all others (padding).
         """
+        self._arrive()
         return self._shards.memory
 
     def resident_bytes(self) -> dict[str, int]:
@@ -42,13 +46,22 @@ class TrainStates:
         self._move(what, away=True)
 
     def reload(self, what: Collection[TrainState]) -> None:
-        """Bring offloaded state back, or none when it fails; other state is left alone. Of released state, parameters
-        are undefined, the rest is zero."""
+        """Begin to bring offloaded state back, or none when it fails; other state is left alone. Of released state,
+        parameters are undefined, the rest is zero. A layer computes once its parameters are there, and other methods
+        wait for what they use."""
         self._move(what, away=False)
 
+    def away_bytes(self, what: Collection[TrainState]) -> int:
+        """What `reload` would allocate."""
+        memories = {"parameters": self._shards.memory}
+        if self._optimizer is not None:
+            memories |= {"optimizer": self._optimizer.memory, "gradients": self._shards.gradients.memory}
+        return sum(one.total_bytes - one.resident_bytes for name, one in memories.items() if name in what)
+
     def copied_bytes(self) -> tuple[int, int]:
-        """Bytes of parameters and optimizer state that were copied from and to host memory so far."""
+        """Bytes of parameters, gradients and optimizer state that were copied from and to host memory so far."""
         images = [memory.images for memory in self._memories()]
+        images += [self._shards.gradients.images] if self._optimizer else []
         return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
 
     def image_bytes(self) -> int:
@@ -58,24 +71,36 @@ class TrainStates:
     def _memories(self) -> list[Residency]:
         return [self._shards.memory, *([self._optimizer.memory] if self._optimizer else [])]
 
+    def _arrive(self) -> None:
+        """What is done on this device from here on comes after the copies of reloaded state."""
+        for memory in self._memories():
+            memory.arrive()
+
     def _move(self, what: Collection[TrainState], away: bool) -> None:
         self._operations.check()
+        absent = [name for name in self._shards.storage if not self._shards.memory.resident(name)]
         moved = list[TrainState]()
+        states = self._resident()
         try:
-            for name, resident in self._resident().items():  # parameters last: their memory moves as a whole or not
-                if name in what and (resident == away or name == "parameters"):
+            # parameters leave last and come first, as they are used: their memory moves as a whole or not
+            for name in states if away else reversed(states):
+                if name in what and (states[name] == away or name == "parameters"):
                     self._move_one(name, away)
                     moved.append(name)
         except Exception:
             for name in moved:
-                self._move_one(name, not away)
+                self._move_one(name, not away, absent)
             raise
 
-    def _move_one(self, name: TrainState, away: bool) -> None:
+    def _move_one(self, name: TrainState, away: bool, parameters: Sequence[str] | None = None) -> None:
+        """`parameters`: those to move, by default all."""
         zero = self._gradients in ("zero", "lost")
         if name == "parameters":
             memory = self._shards.memory
-            memory.offload() if away else memory.acquire()
+            if away and not self._by_layer:
+                wait_by_layer(self._shards.model, memory, self._shards.waited)
+                self._by_layer = True
+            memory.offload(parameters) if away else memory.fetch(parameters)
         elif name == "optimizer":
             self._training().offload() if away else self._training().reload()
         else:
@@ -95,8 +120,9 @@ class TrainStates:
             self._gradients = "zero"
             self._shards.gradients.offload(True)
 
-    def _require(self, *what: TrainState) -> None:
-        """Errors: ConfigError when one of these is not in device memory, or `what` has gradients that are lost."""
+    def _require(self, *what: TrainState, by_layer: bool = False) -> None:
+        """Later work on this device finds these in its memory; `by_layer`: each layer waits for its own parameters.
+        Errors: ConfigError when one is not there, or `what` has gradients that are lost."""
         self._operations.check()
         if "gradients" in what and self._gradients == "lost":
             raise ConfigError(
@@ -110,6 +136,8 @@ class TrainStates:
                 f"Bring back what was offloaded with reload({missing}); fill parameters that were released, or "
                 f"restore() them."
             )
+        if not by_layer:
+            self._arrive()
 
     def _training(self) -> ShardOptimizer:
         if self._optimizer is None:

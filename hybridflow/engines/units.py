@@ -29,7 +29,7 @@ Range = tuple[int, int]
 
 ALIGNMENT = 64
 """Elements: parameters and shares begin at multiples of it, as kernels and collectives on CUDA prefer."""
-_LAYER = re.compile(r"(?:.*?\.)?\d+\.")  # up to the first number of a name: `model.layers.3.`
+LAYER = re.compile(r"(?:.*?\.)?\d+\.")  # up to the first number of a name: `model.layers.3.`
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def ends_and_layers(tensors: Tensors) -> tuple[Tensors, list[Tensors], Tensors]:
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     behind: dict[str, tuple[int, ...]] = {}
     for name, shape in tensors.items():
-        if (match := _LAYER.match(name)) is not None:
+        if (match := LAYER.match(name)) is not None:
             layers.setdefault(match[0], {})[name] = shape
         else:
             (behind if layers else before)[name] = shape

@@ -41,7 +41,6 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights that have been written into the model."""
-        self.memory.changed()
         for name, weight in self._engine.storage().items():
             whole, average = torch.atleast_1d(weight, self._average[name])
             rows = max(1, len(self._room) // max(1, math.prod(whole.shape[1:])))
@@ -50,13 +49,14 @@ class WeightAverage:
         self.optimizer_moved({})
 
     def storage(self) -> Mapping[str, Tensor]:
-        self.memory.changed()  # the caller may write into it
         return self._average
 
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
         return self.layout(), self.storage()
 
-    def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
+    def optimizer_storage(self, writes: bool = False) -> dict[str, Mapping[str, Tensor]]:
+        if writes:
+            self.memory.changed()
         return {"main": self.storage()}
 
     def optimizer_counters(self) -> dict[str, Any]:
@@ -66,6 +66,7 @@ class WeightAverage:
     def optimizer_moved(self, counters: Mapping[str, Any]) -> None:
         """The average was written from outside: copy it to the model."""
         del counters
+        self.memory.changed()
         for name, weight in self._engine.storage().items():
             weight.copy_(self._average[name])
         self._engine.weights_loaded()

@@ -203,6 +203,7 @@ class ModelWorker(Worker):
     _frozen: Mapping[str, str] = {}
     _dtypes: Mapping[str, str] = {}  # of the files of its model
     _idle: tuple[TrainState, ...] = ()  # kept in host memory between calls
+    _came: tuple[int, int] | None = None  # bytes copied until its state was there
 
     @classmethod
     def worker_spec(cls, settings: Settings) -> WorkerSpec:
@@ -236,6 +237,7 @@ class ModelWorker(Worker):
     def _merge(self) -> None:
         """Merge adapters into the engine's storage until the current call ends."""
         if self.engine.adapters is not None:
+            _ = self.engine.storage()  # all of it is there
             self.engine.adapters.merge()
 
     def _restore(self) -> None:
@@ -291,6 +293,19 @@ class ModelWorker(Worker):
         """Prefix of its metric names."""
         return self.role
 
+    def fetch(self, what: Collection[TrainState]) -> None:
+        """Begin to bring these parts of an idle model's state back, ahead of a call. Not collective."""
+        with self.context.stage("prefetch", self.engine.copied_bytes):
+            self.engine.reload([name for name in self._idle if name in what])
+
+    def leave(self) -> None:
+        """Offload an idle model that was fetched in vain."""
+        self.engine.offload(self._idle)
+
+    def away_bytes(self, what: Collection[TrainState]) -> int:
+        """What `fetch` would allocate in device memory."""
+        return self.engine.away_bytes([name for name in self._idle if name in what])
+
     @contextmanager
     def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
         """Keeps these parts of the state for a call in device memory; offloads an idle model afterwards."""
@@ -299,6 +314,7 @@ class ModelWorker(Worker):
             if wanted:
                 with self.context.stage("reload", self.engine.copied_bytes):
                     agree(self.context, partial(self.engine.reload, wanted))
+                self._came = self.engine.copied_bytes()
             yield
         except BaseException:
             with suppress(BrokenGroupError):  # what is raised says why
@@ -309,7 +325,7 @@ class ModelWorker(Worker):
     def _rest(self) -> None:
         self._restore()
         if self._idle:
-            with self.context.stage("offload", self.engine.copied_bytes):
+            with self.context.stage("offload", self.engine.copied_bytes, self._came):
                 self.engine.offload(self._idle)
 
     def _agreed(self, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
@@ -389,7 +405,7 @@ class ModelWorker(Worker):
 
     def _step(self, last: bool) -> dict[str, float]:
         """One optimizer step; `last`: it ends the update."""
-        return self.engine.step()
+        return self.engine.step(leaving=last and bool(self._idle))
 
     @register(ALL_RANKS_FIRST_OUTPUT, binds=_optimizer_changes)
     def set_optimizer(

@@ -25,10 +25,11 @@ from tests.contracts.engine_tasks import _sum_of_log_probs, boxes, broken_gradie
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World
 
+ADAM = config.Adam(lr=0.02, eps=1e-3)
 Boxes = list[tuple[str, tuple, tuple, Tensor]]
 
 
-def update(engine: Any, world: World, seed: int, in_parts: bool = False) -> dict[str, float]:
+def update(engine: Any, world: World, seed: int, in_parts: bool = False, leaving: bool = False) -> dict[str, float]:
     """One update on the batch of `seed`: the loss (where it is known) and what the step returned."""
     loss = loss_of("lm")
     rows = share(make_batch(seed=seed), engine.grid, world.rank)
@@ -36,7 +37,7 @@ def update(engine: Any, world: World, seed: int, in_parts: bool = False) -> dict
     if in_parts:
         assert list(engine.step_parts()) == list(range(len(engine.step_groups())))
         return {**metrics, **engine.step_result}
-    return {**metrics, **engine.step()}
+    return {**metrics, **engine.step(leaving)}
 
 
 def state_boxes(engine: Any) -> dict[str, Boxes]:
@@ -226,6 +227,7 @@ def copied(world: World, name: str, strategy: Any, size: int, path: Path, optimi
     for each in (other, frozen):
         each.offload(STATES)
     assert (other.copied_bytes(), frozen.copied_bytes()) == ((0, state), (0, weights[frozen]))
+    images = addresses(other, frozen)
     for seed in range(3):
         rows = share(make_batch(seed=seed), other.grid, world.rank)
         expected = plain.forward(rows, ("log_probs",))
@@ -234,13 +236,19 @@ def copied(world: World, name: str, strategy: Any, size: int, path: Path, optimi
             each.reload(PARAMETERS)
             found = each.forward(rows, ("log_probs",))
             assert (seed and each is frozen) or same(found, expected, 1e-5 * (each is frozen))  # CUDA rounds otherwise
+            each.storage()  # reading is no change
             each.offload(STATES)
             assert moved(each, before) == (weights[each], 0)
         before = other.copied_bytes()
         other.reload(STATES)
-        assert update(other, world, seed) == update(plain, world, seed)
+        assert update(other, world, seed, leaving=True) == update(plain, world, seed)
+        assert moved(other, before) == (state, state)  # each part behind its step
         other.offload(STATES)
-        assert moved(other, before) == (state, state)
+        other.reload(STATES)
+        assert {kind: len(held) for kind, held in other.optimizer_storage().items()}
+        other.offload(STATES)
+        assert moved(other, before) == (2 * state, state)
+    assert addresses(other, frozen) == images  # nothing was allocated any more
     frozen.reload(STATES)
     for tensor in frozen.storage().values():
         tensor.fill_(2.0)
@@ -254,6 +262,33 @@ def copied(world: World, name: str, strategy: Any, size: int, path: Path, optimi
     assert all(value.equal(plain.storage()[key]) for key, value in other.storage().items())
     for each in (plain, other, frozen):
         each.context.groups.close()
+
+
+def addresses(*engines: Any) -> list[int]:
+    """Of all images on the host."""
+    owners = [owner for each in engines for owner in (*each._memories(), each._shards.gradients)]
+    return [image.data_ptr() for owner in owners for image in owner.images._images.values()]
+
+
+def copied_adapters(world: World, name: str, strategy: Any, size: int, path: Path, head: str) -> int:
+    """An update of adapters (and of a value head) copies what it has changed, also after they were merged; returns the
+    bytes of that."""
+    engine = build(world, name, strategy, size, path, head, ADAM)
+    rows, loss = share(make_batch(), engine.grid, world.rank), loss_of(head)
+    engine.offload(STATES)
+    for _ in range(2):
+        engine.reload(STATES)
+        before, whole = engine.copied_bytes(), engine.resident_bytes()
+        engine.forward_backward(rows, loss, loss.outputs)
+        engine.step(leaving=True)
+        engine.storage()
+        engine.adapters.merge()
+        engine.adapters.restore()
+        engine.offload(STATES)
+    left = moved(engine, before)[1] - whole["optimizer"]
+    engine.context.groups.close()
+    assert 0 <= left < whole["parameters"] / 2
+    return left
 
 
 def moved(engine: Any, before: tuple[int, int]) -> tuple[int, ...]:

@@ -226,6 +226,13 @@ def test_memory_comes_back_and_only_what_changed_is_copied(processes, models, ta
     processes.run(4, task, processes.name(), strategy, count(sizes), models["qwen3-tied", "lm"], optimizer)
 
 
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_only_adapters_and_heads_are_copied_after_an_update(processes, models, head):
+    strategy = FSDP(lora=LoRA(rank=2), **SMALL)
+    left = processes.run(2, state_tasks.copied_adapters, processes.name(), strategy, 2, models["llama", head], head)
+    assert (sum(left) > 0) == (head == "value")
+
+
 @pairs
 def test_what_is_offloaded_comes_back_as_it_was(processes, models, dtype, optimizer):
     args = (processes.name(), FSDP(dtype=dtype, **SMALL), 2, models["qwen3-tied", "lm"], optimizer)

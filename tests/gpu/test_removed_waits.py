@@ -17,7 +17,6 @@ from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import CopyStream, Transfer
 from hybridflow.engines import flat_gradients, flat_shards
-from hybridflow.engines.flat_gradients import FlatGradients
 from hybridflow.engines.megatron import stage_pass
 from tests.contracts.engine_tasks import build
 from tests.contracts.example_models import loss_of, make_batch, make_model
@@ -153,7 +152,7 @@ OFFLOADED = ZeRO(stage=2, offload=True, micro_tokens=48, dtype="bfloat16")
 
 @pytest.mark.parametrize(
     ("name", "caller"),
-    [("wait_stream", FlatGradients._add), ("wait_event", FlatGradients._receive)],
+    [("wait_stream", CopyStream.follow), ("wait_event", CopyStream.wait)],
     ids=["before adding", "after adding"],
 )
 def test_gradients_are_added_on_a_stream_beside(

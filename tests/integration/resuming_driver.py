@@ -20,6 +20,7 @@ import psutil
 import hybridflow as hf
 from hybridflow.cluster import liveness
 from hybridflow.streams.stream import ResponseStream
+from tests.integration import throttled
 
 STRATEGIES: dict[str, Any] = {
     "p2d2": hf.Megatron(pp=2),
@@ -100,11 +101,14 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     where = pool if elastic else hf.ResourcePool([2]) if apart else None
     rollout = hf.RolloutWorker.on(where, model=model, generate=generate) if where else actor
     decay = float(options["ema"]) if "ema" in options else None
-    reference = hf.ReferenceWorker.on(own, model=model, train=layout, ema_decay=decay)
+    copies: dict[str, Any] = {"offload": True, "dies": str(run / "died")} if "dies" in options else {}
+    reference_class = throttled.Reference if copies else hf.ReferenceWorker
+    reference = reference_class.on(own, model=model, train=layout, ema_decay=decay, **copies)
     judge = hf.RewardWorker.on(pool, function=reward)
     critic = None
     if not apart:
-        critic = hf.CriticWorker.on(pool, model=model, train=critic_layout, optim=hf.Adam(lr=0.01))
+        settings: dict[str, Any] = {"optim": hf.Adam(lr=0.01), "offload": bool(copies)}
+        critic = hf.CriticWorker.on(pool, model=model, train=critic_layout, **settings)
     tracker = hf.Tracker(run, total=steps, console=False)
     checkpoints = hf.Checkpoints(
         options.get("checkpoints", run / "checkpoints"),

@@ -135,6 +135,14 @@ def test_a_killed_trainer_continues_from_memory_without_a_checkpoint(runs, layou
     assert any(event.get("kind") == "restart" and "bytes from memory of" in str(event) for event in events)
 
 
+def test_a_host_killed_in_the_middle_of_a_return_is_replaced(runs, undisturbed):
+    """While the reference's weights come back from host memory, in iteration 3: results are those without offload."""
+    run = runs.run("killed in a copy", dies=1, retry=1, record=1)
+    assert (run / "died").exists()
+    assert "is lost: its process died" in (run / "log.txt").read_text()
+    check_equal(run, undisturbed, range(1, STEPS + 1))
+
+
 @pytest.mark.slow
 def test_a_host_lost_while_groups_are_built_again_is_one_more_restart(runs, undisturbed):
     faults = "update_actor:3:SIGKILL,__init__:3:SIGKILL"

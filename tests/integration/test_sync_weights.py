@@ -186,15 +186,17 @@ def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
         batch |= reference.compute_ref_log_prob(batch)
         found = batch.get(["old_log_probs", "ref_log_probs"])
         reference.compute_ref_log_prob(batch).get()
-        *_, came, _, again, away = [
+        parts = [
             (event.method.partition("/")[2], event.bytes_in, event.bytes_out)
             for event in pool[1:2].events()
             if event.role == "reference" and event.method.startswith("compute_ref_log_prob/")
         ]
-        assert came == again  # in once for each call, out only when they have changed
-        assert came[0] == "reload"
-        assert came[2] == 0 < came[1]
-        assert away == ("offload", 0, 0)
+        *first, away, again, last = parts  # in once for each call, out only when they have changed
+        assert [name for name, *_ in first] in (["reload"], ["prefetch", "reload"])
+        assert sum(came for _, came, _ in first) == again[1] > 0
+        assert again[0] == "reload"
+        assert away == last == ("offload", 0, 0)
+        assert not any(left for *_, left in parts)
         torch.testing.assert_close(found["ref_log_probs"].values, found["old_log_probs"].values, rtol=0, atol=1e-4)
         weights, start = saved(actor, tmp_path), load_file(policy / "model.safetensors")
         assert any(not torch.equal(weights[name], start[name]) for name in start)

@@ -10,7 +10,6 @@ the first write of each destination tensor.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.engine3d.copy_stream import CopyStream
 from hybridflow.engine3d.offloadable import Memory
 from hybridflow.engine3d.plan import BUCKET_BYTES, Move, WeightPlan
 from hybridflow.engine3d.routing import IN_FLIGHT
 from hybridflow.engine3d.transfer.buffers import Message, Round, messages
-from hybridflow.engine3d.transfer.handshake import Handshake, check_complete, wire_device
+from hybridflow.engine3d.transfer.handshake import Handshake, wire_device
 from hybridflow.engine3d.transfer.local_plan import LocalCopies, LocalPlan, Storage, check_resident
 from hybridflow.engine3d.transfer.peer_memory import PeerMemory
 from hybridflow.errors import WaitTimeoutError
@@ -274,60 +274,3 @@ def _message_steps(index: int, messages: Iterable[Message]) -> tuple[Step, Step]
         else:
             (post if message.flat is not None else finish).writes.update(names)
     return post, finish
-
-
-def reached_by(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event after everything queued so far on `stream`."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
-
-
-class CopyStream:
-    """The queue of a transfer's copies, and of its messages over `group`.
-
-    On the host, calls complete before they return. On CUDA a separate stream runs beside the caller's: `follow` and
-    `join` order the two, `mark` and `reached` report its progress to the host."""
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self._device, self._group = device, group
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @property
-    def behind(self) -> int:
-        """Number of steps queued ahead of the host, so that the stream never runs empty."""
-        return 0 if self._stream is None else 2
-
-    def follow(self) -> None:
-        """Later queued work waits for the caller's stream so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def join(self) -> None:
-        """Later work of the caller's stream waits for everything queued here."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    @contextmanager
-    def queued(self) -> Iterator[None]:
-        """Work of this block goes to the stream."""
-        with torch.cuda.stream(self._stream):  # does nothing for None
-            yield
-
-    def mark(self) -> torch.cuda.Event | None:
-        """An event after everything queued so far; None on the host."""
-        return None if self._stream is None else reached_by(self._stream)
-
-    def reached(self, mark: torch.cuda.Event | None, timeout: float | None = None) -> None:
-        """Wait for `mark`, at most `timeout` seconds (None: until NCCL aborts a late message). Errors:
-        WaitTimeoutError, also when a message before `mark` was aborted."""
-        if mark is None:
-            return
-        if timeout is None:
-            mark.synchronize()
-        end = time.monotonic() + (timeout or 0.0)
-        while not mark.query():
-            if time.monotonic() > end:
-                raise WaitTimeoutError(f"weights were not moved within {timeout} s on {self._device}.")
-            time.sleep(0.0005)
-        check_complete(self._group)

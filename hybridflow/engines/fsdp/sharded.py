@@ -23,10 +23,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from hybridflow.batch.pinned import settle, to_device
 from hybridflow.config import FSDP
 from hybridflow.engine3d.layout import Box
-from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.flat_shards import canonical_name
 from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
 from hybridflow.engines.fsdp.shared_experts import share_experts
+from hybridflow.engines.layer_waits import local_tensor
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.transformers_model import TransformersModel
@@ -88,7 +89,7 @@ class Sharded:
         self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
         self.adapters: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if is_adapter(name)}
         self.memory, self.separate = Residency(self.storage, context.device), False
-        self.gradients: Any = LocalGradients(self.parameters, views, context.device)
+        self.gradients: Any = LocalGradients(self.parameters, views, self.memory)
         trained = {
             piece for name, parameter in self.parameters.items() if parameter.requires_grad for piece in pieces[name]
         }
@@ -153,6 +154,10 @@ class Sharded:
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     _complete(group.fsdp_params)
 
+    def waited(self, layer: nn.Module, mark: Any) -> None:
+        for group in layer._get_fsdp_state()._fsdp_param_groups if isinstance(layer, FSDPModule) else ():
+            group._wait_all_gather_streams_on_event(mark)
+
     def reduce(self) -> None:
         """Complete the gradients before a step. FSDP2 has summed them over data parallel ranks; query and key norms
         still need a sum over tensor parallel ranks, each of which has only its own heads' gradients."""
@@ -182,6 +187,7 @@ class Sharded:
 
     def updated(self, names: Collection[str]) -> None:
         """Nothing to copy: `main` is the parameters."""
+        self.memory.changed(name for name in names if name in self.main)
 
     def parameters_changed(self) -> None:
         """Nothing to copy: `main` is the parameters."""
@@ -201,12 +207,13 @@ class _OffloadedParam(FSDPParam):
 class LocalGradients:
     """Gradients of this rank's parts; they exist from the first backward pass to the step, in buffers of FSDP2."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Views, device: torch.device) -> None:
-        self._parameters, self._views, self._device = parameters, views, device
+    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Views, beside: Residency) -> None:
+        self._parameters, self._views, self._device = parameters, views, beside.device
         self._away: Residency | None = None
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self._largest = max(trained, key=lambda one: one.numel(), default=None)
         self._bytes = 0  # of all, once there have been any
+        self.images = HostImages(beside.images.stream)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -218,6 +225,10 @@ class LocalGradients:
     def drop(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    @property
+    def memory(self) -> Residency:
+        return Residency(self.tensors, self._device) if self._away is None else self._away
 
     @property
     def resident(self) -> bool:
@@ -234,7 +245,8 @@ class LocalGradients:
         if self._away is None:
             if zero:
                 self.drop()
-            self._away = Residency(self.tensors, self._device)
+            self.images.changed()
+            self._away = Residency(self.tensors, self._device, images=self.images)
             self._away.offload()
 
     def reload(self, zero: bool) -> None:
@@ -328,9 +340,3 @@ def _of_shards(mesh: DeviceMesh) -> DeviceMesh:
     assert mesh.mesh_dim_names is not None
     replicate, shard, _ = mesh.mesh_dim_names
     return mesh[replicate, shard] if mesh.size(0) > 1 else mesh[shard]
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, detached, sharing its memory."""
-    with torch.no_grad():
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -190,7 +190,7 @@ class MegatronShards(FlatShards):
         padding = {name: self.storage[name][stop - start :] for name in padded if name in self.storage}
         for rows in padding.values():
             rows.zero_()
-        self.memory: Residency = _PaddedMemory(self.storage, padding, context.device)
+        self.memory: Residency = _PaddedMemory(self.storage, padding, self.memory)
 
     def reduce(self) -> None:
         finalize_model_grads([self], None, pg_collection=self._collection)  # type: ignore[list-item]
@@ -216,12 +216,12 @@ class MegatronShards(FlatShards):
 class _PaddedMemory(Residency):
     """Zeroes the padding whose memory it gives back."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], padding: Mapping[str, Tensor], device: torch.device) -> None:
-        super().__init__(tensors, device)
+    def __init__(self, tensors: Mapping[str, Tensor], padding: Mapping[str, Tensor], plain: Residency) -> None:
+        super().__init__(tensors, plain.device, images=plain.images)
         self._padding = padding
 
-    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
-        fresh = super().acquire(names)
+    def fetch(self, names: Iterable[str] | None = None) -> set[str]:
+        fresh = super().fetch(names)
         for name in fresh & self._padding.keys():
             self._padding[name].zero_()
         return fresh

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hybridflow.batch.pinned import settle
 from hybridflow.config import VLLM
+from hybridflow.engine3d.copy_stream import CopyStream
 from hybridflow.engine3d.offloadable import HostImages, Memory, Residency
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
@@ -345,7 +347,8 @@ class PooledMemory:
         self._unmap, self._map_back = unmap, map_back
         self._users = set(tensors)  # the names that are not released
         self._away: set[str] = set()  # the names that were offloaded
-        self.images, self._host_buffers = HostImages(), HostImages()
+        stream = CopyStream(next(iter(tensors.values())).device)
+        self.images, self._host_buffers = HostImages(stream), HostImages(stream)
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
@@ -370,10 +373,12 @@ class PooledMemory:
         wanted, fresh = self._found(names), set[str]()
         if wanted and not self._users:
             self._map_back()
+            self.images.stream.follow()
             for name, buffer in self._buffers.items():
                 self._host_buffers.restore(name, buffer)
             for name in self._away:
                 self.images.restore(name, self._tensors[name])
+            self.images.stream.join()  # of buffers, too
             fresh = self._tensors.keys() - self._away
         self._users |= wanted
         self._away -= wanted
@@ -388,6 +393,8 @@ class PooledMemory:
             self._host_buffers.changed()  # caches among them
             self._host_buffers.save(self._buffers)
             self.images.save({name: self._tensors[name] for name in self._away})
+            self.images.stream.join()
+            settle(next(iter(self._tensors.values())).device)
             self._unmap()
         if not self._users:
             self.images.drop(self._tensors.keys() - self._away)

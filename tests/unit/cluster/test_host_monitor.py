@@ -13,7 +13,7 @@ import pytest
 import ray.exceptions
 
 from hybridflow.cluster import host_monitor
-from hybridflow.cluster.backend import HostProcess
+from hybridflow.cluster.backend import HostProcess, RankCall
 from hybridflow.cluster.host_monitor import HostMonitor
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.liveness import LivenessServer
@@ -98,3 +98,17 @@ def test_a_host_that_connects_later_learns_of_earlier_losses(addresses, monitor,
     addresses["b"] = *second.address, second.key
     assert until(lambda: heard)
     assert heard == [("train", 0, lost.at) for lost in monitor._incidents.lost.values()]
+
+
+def test_a_host_learns_of_a_call_that_was_issued_to_it(addresses, monitor, serve):
+    heard = list[tuple[str, int, int, bool]]()
+    server, host = serve(lambda *_: None, lambda *issued: heard.append(issued)), HostProcess(None, "a")
+    call = RankCall(7, "critic", "update_critic", {}, (), phase="training")
+    monitor.announce(host, call, 5)  # a host that is not known, and one that has not started
+    monitor.watch("train", [host])
+    monitor.announce(host, call, 5)
+    addresses["a"] = *server.address, server.key
+    assert until(lambda: monitor._watched["a"].open)
+    monitor.announce(host, call, 6)
+    assert until(lambda: heard)
+    assert heard == [("critic", 7, 6, True)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.copy_stream import CopyStream
+from hybridflow.engine3d.offloadable import HostImages, Residency
+from hybridflow.engines.layer_waits import wait_by_layer
 
 CPU = torch.device("cpu")
 
@@ -178,3 +180,81 @@ def test_what_waits_elsewhere_stays_there():
     assert memory.total_bytes == memory.resident_bytes == 0
     assert memory.acquire() == set()
     assert waiting.eq(1).all()
+
+
+class Recorded(CopyStream):
+    """A stream whose marks are how many copies came before them."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.copied: list[int] = []
+        self.waited: list[int] = []
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        super().copy(destination, source)
+        self.copied.append(len(destination))
+
+    def mark(self) -> int:
+        return len(self.copied)
+
+    def wait(self, mark: int) -> None:
+        self.waited.append(mark)
+
+
+class Stack(torch.nn.Module):
+    """Layers of growing sizes, made in another order, and a head outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(1, 1)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_layers_come_in_their_order_and_each_waits_for_its_own():
+    model, seen = Stack(), list[tuple[str, int]]()
+    buffers = {"head": torch.zeros(10), **{f"layers.{i}": torch.zeros(2 + i) for i in reversed(range(3))}}
+    tensors = {}
+    for name, buffer in buffers.items():
+        module = model.get_submodule(name)
+        for at, part in enumerate(("weight", "bias")):
+            tensors[f"{name}.{part}"] = buffer[at : at + 1]
+            setattr(module, part, torch.nn.Parameter(buffer[at : at + 1].view(getattr(module, part).shape)))
+    stream = Recorded()
+    memory = Residency(tensors, CPU, images=HostImages(stream))
+    names = {module: name for name, module in model.named_modules()}
+    wait_by_layer(model, memory, lambda module, mark: seen.append((names[module], mark)))
+    model(torch.ones(1, 1))
+    assert not stream.waited
+    memory.offload()
+    stream.copied.clear()
+    memory.fetch()
+    assert stream.copied == [40, 8, 12, 16]
+    model(torch.ones(1, 1))
+    assert seen == [("", 1), ("layers.0", 2), ("layers.1", 3), ("layers.2", 4)]
+    model(torch.ones(1, 1))
+    assert len(stream.waited) == 4
+    memory.offload()
+    memory.acquire()  # all at once
+    assert stream.waited[4:] == [8]
+    memory.offload()
+    memory.fetch()
+    memory.offload()  # memory that is still being written is not freed before
+    assert memory.arrive() is None
+    assert (memory.images.copied_out, memory.images.copied_in) == (76, 3 * 76)
+
+
+def test_content_that_is_saved_before_it_leaves_is_not_copied_again():
+    tensors, _ = fused()
+    memory = Residency(tensors, CPU)
+    memory.offload()
+    memory.acquire()
+    memory.changed(["norm"])
+    memory.save(["norm", "q"])
+    assert memory.images.copied_out == 60 + 12
+    memory.offload()
+    assert memory.images.copied_out == 60 + 12
