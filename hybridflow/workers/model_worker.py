@@ -310,8 +310,7 @@ class ModelWorker(Worker):
     def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
         """Keeps these parts of the state for a call in device memory; offloads an idle model afterwards."""
         try:
-            wanted: list[TrainState] = [name for name in self._idle if name in what]
-            if wanted:
+            if wanted := [name for name in self._idle if name in what]:
                 with self.context.stage("reload", self.engine.copied_bytes):
                     agree(self.context, partial(self.engine.reload, wanted))
                 self._came = self.engine.copied_bytes()
@@ -381,11 +380,8 @@ class ModelWorker(Worker):
                 step = self._step(last=number == len(minibatches))
             except Exception as error:
                 if number > 1:
-                    add_outcome(
-                        error,
-                        f"It was mini-batch {number} of {len(minibatches)}: the weights are those after "
-                        f"the {number - 1 - skipped} optimizer steps before it.",
-                    )
+                    after = f"the weights are those after the {number - 1 - skipped} optimizer steps before it."
+                    add_outcome(error, f"It was mini-batch {number} of {len(minibatches)}: {after}")
                 raise
             metrics |= {f"{self.prefix}/{name}": value for name, value in step.items() if name != "skipped"}
             if step["skipped"]:
