@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.agreement import Operations
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.layer_waits import wait_by_layer
@@ -60,13 +60,16 @@ class TrainStates:
 
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes of parameters, gradients and optimizer state that were copied from and to host memory so far."""
-        images = [memory.images for memory in self._memories()]
-        images += [self._shards.gradients.images] if self._optimizer else []
+        images = self._images()
         return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
 
     def image_bytes(self) -> int:
-        """Bytes of the images of parameters and optimizer state in host memory."""
-        return sum(memory.images.nbytes for memory in self._memories())
+        """Bytes of the images of parameters, gradients and optimizer state in host memory."""
+        return sum(image.nbytes for image in self._images())
+
+    def _images(self) -> list[HostImages]:
+        owners = [*self._memories(), *([self._shards.gradients] if self._optimizer else [])]
+        return [owner.images for owner in owners]
 
     def _memories(self) -> list[Residency]:
         return [self._shards.memory, *([self._optimizer.memory] if self._optimizer else [])]

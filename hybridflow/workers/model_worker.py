@@ -310,7 +310,7 @@ class ModelWorker(Worker):
     def resident(self, what: Collection[TrainState] = STATES) -> Iterator[None]:
         """Keeps these parts of the state for a call in device memory; offloads an idle model afterwards."""
         try:
-            if wanted := tuple(name for name in self._idle if name in what):
+            if wanted := list(filter(what.__contains__, self._idle)):
                 with self.context.stage("reload", self.engine.copied_bytes):
                     agree(self.context, partial(self.engine.reload, wanted))
                 self._came = self.engine.copied_bytes()
