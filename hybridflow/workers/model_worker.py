@@ -312,7 +312,7 @@ class ModelWorker(Worker):
         try:
             if wanted := list(filter(what.__contains__, self._idle)):
                 with self.context.stage("reload", self.engine.copied_bytes):
-                    agree(self.context, partial(self.engine.reload, wanted))
+                    agree(self.context, partial(self.engine.reload, wanted))  # pyright: ignore[reportArgumentType]
                 self._came = self.engine.copied_bytes()
             yield
         except BaseException:
