@@ -358,6 +358,16 @@ def test_slower_links_never_shorten_a_small_backward_pass(tokens, slower):
 
 
 @settings(max_examples=30, deadline=None)
+@given(SIZES, st.integers(1, 4096))
+def test_cuda_graphs_never_slow_decoding_and_concern_nothing_else(sizes, rows):
+    work = replace(WORK, rows=rows)
+    with_them, without = simulator(work), simulator(replace(work, cuda_graphs=False))
+    for call in KINDS:
+        seconds = [one.cost(call, at(*sizes), 20e9).seconds for one in (with_them, without)]
+        assert seconds[1] >= seconds[0] if call == GENERATE else seconds[1] == seconds[0]
+
+
+@settings(max_examples=30, deadline=None)
 @given(SIZES, st.floats(1, 1e9))
 def test_without_latency_a_collective_takes_what_its_bytes_take(sizes, nbytes):
     """The ring's 2 (t-1)/t of the bytes, and (d-1)/d of them, however many buffers they are in."""
