@@ -1,7 +1,7 @@
 """Calibration: fits the coefficients to observed calls, whether profiled here or taken from a paper. Pure.
 
 Least squares of log seconds, with a Gaussian prior on the logarithm of each coefficient around its default: few
-observations change only the coefficients that they depend on. Only four are fitted: with more, single calls are matched
+observations change only the coefficients that they depend on. Only five are fitted: with more, single calls are matched
 better and unseen layouts and devices worse."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridflow.settings import Positive, check_fields, require
 
 NOISE = 0.08  # standard deviation of the logarithm of an observation
 SPREAD: Mapping[str, float] = MappingProxyType(  # and of each fitted coefficient's
-    {"compute": 0.25, "link": 0.5, "latency": 1.5, "step_seconds": 1.5}
+    {"compute": 0.25, "reduce": 0.3, "latency": 1.5, "step_seconds": 1.5, "micro_seconds": 1.5}
 )
 _STEP = 1e-3  # of finite differences
 
@@ -87,4 +87,4 @@ def _moved(start: Coefficients, at: np.ndarray) -> Coefficients:
     """`start` at a point [coefficients] of logarithms, in units of their spread; an efficiency ends at 1."""
     scaled = zip(SPREAD.items(), at.tolist(), strict=True)
     found = {name: getattr(start, name) * math.exp(spread * value) for (name, spread), value in scaled}
-    return replace(start, **{n: min(x, 1.0) if n in ("compute", "link") else x for n, x in found.items()})
+    return replace(start, **{n: min(x, 1.0) if n in ("compute", "reduce") else x for n, x in found.items()})

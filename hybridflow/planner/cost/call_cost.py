@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from hybridflow.planner.cost.hardware import Coefficients, Seconds
 from hybridflow.planner.cost.pipeline_cost import (
+    LAUNCHES,
     CallContext,
     PipelineSchedule,
     layer_forward,
@@ -288,7 +289,7 @@ def decode(context: CallContext, rows: float) -> tuple[Seconds, float, float]:
     length = size.seen(work.prompt.mean + work.response.square_mean / work.response.mean / 2)  # of an average step
     layer = context.measured("decode", rows, layer_forward(context, rows, 0.0, launch=0.0))
     cache = Seconds(memory=rows * length * cache_bytes(context) / layers / links.bandwidth)
-    layer = layer.plus(cache).launched(k.decode_layer_seconds)
+    layer = layer.plus(cache).launched(k.decode_layer_seconds if work.cuda_graphs else LAUNCHES * k.latency)
     output = context.measured("step", rows, output_forward(context, rows))
     measured = context.profile and context.profile.parted(context.model, "step", links.t, rows / p)
     host = 0.0 if measured else k.step_seconds + k.row_seconds * rows

@@ -25,7 +25,7 @@ from hybridflow.settings import NonNegative, PositiveFraction, read_yaml, requir
 class Coefficients:
     """Achievable shares of the devices' and links' peaks, and fixed costs.
 
-    `device` names what they were fitted on ("" for the defaults). `calibrate` fits the first four; the others are
+    `device` names what they were fitted on ("" for the defaults). `calibrate` fits the first five; the others are
     constants, each with its source. Efficiencies are shares of the data sheet's figure; a matrix product of which a
     device has n columns runs at `compute * n / (n + half_columns)` of the peak. Launches of a layer overlap with the
     device's work: the larger of the two counts. Other seconds are those of a device's host process, hidden only where a
@@ -33,9 +33,11 @@ class Coefficients:
 
     device: str = ""
     compute: PositiveFraction = 0.7  # of the peak, in matrix products
-    link: PositiveFraction = 0.75  # of the bandwidth inside a node
+    reduce: PositiveFraction = 0.55  # of the bandwidth inside a node, in all-reduces of tensor parallel ranks
     latency: NonNegative = 10e-6  # seconds in which a kernel or a collective is launched, beside those of its messages
     step_seconds: NonNegative = 3e-3  # what the host does for a decode step
+    micro_seconds: NonNegative = 2e-3  # and for a pass of a micro-batch through a stage, beside its launches
+    link: PositiveFraction = 0.75  # of the bandwidth inside a node, in other messages
     half_columns: NonNegative = 128.0  # columns at which half of that is reached: a tile of CUTLASS's products
     attention: PositiveFraction = 0.4  # of the peak: FlashAttention-2, causal, forward and backward (Dao 2023, fig. 5)
     memory: PositiveFraction = 0.75  # of the memory bandwidth: decode attention and element-wise kernels
@@ -78,6 +80,8 @@ class LinkModel:
     """Of a whole node, which its devices share."""
     latency: float
     network_latency: float
+    reduce: float
+    """Of the link, in all-reduces of neighbours."""
     host: float
     """Copies to and from host memory."""
     launch: float = 0.0
@@ -104,6 +108,7 @@ class LinkModel:
             network=cluster.bandwidth * k.network,
             latency=max(node.latency for node in nodes),
             network_latency=cluster.latency,
+            reduce=min(node.bandwidth for node in nodes) * k.reduce,
             host=device.host,
             launch=k.latency,
         )
@@ -119,9 +124,9 @@ class LinkModel:
             return 0.0
         hops, volume = 2 * math.log2(t), 2 * (t - 1) / t * nbytes
         if self.inside(t):
-            return self.launch + hops * self.latency + volume / self.link
+            return self.launch + hops * self.latency + volume / self.reduce
         groups = max(1, self.local // t) + (1 if self.local % t else 0)  # that share the node's network
-        return self.launch + hops * self.network_latency + volume * groups / min(self.network, self.link * groups)
+        return self.launch + hops * self.network_latency + volume * groups / min(self.network, self.reduce * groups)
 
     def stage_message(self, nbytes: float) -> float:
         """Seconds until a stage has handed `nbytes`, which its t ranks share or each have, to the next stage."""

@@ -104,7 +104,8 @@ class LayerProfile:
 
     def coefficients(self, given: Coefficients) -> Coefficients:
         """`given` with measured values: messages reach the measured bandwidth, not a share of the data sheet's."""
-        known = {"call_seconds": self.call_seconds, "link": None if self.bandwidth is None else 1.0}
+        reached = None if self.bandwidth is None else 1.0
+        known = {"call_seconds": self.call_seconds, "link": reached, "reduce": reached}
         return replace(given, **{name: value for name, value in known.items() if value is not None})
 
     def parted(self, model: Decoder, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:

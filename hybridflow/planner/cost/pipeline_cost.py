@@ -199,11 +199,12 @@ def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Secon
     layer = layer_pass(context, tokens, rows * size.pairs(work.tokens, work.square), training)
     read = rows * work.response.mean
     forward = output_forward(context, read)
+    own = Seconds(fixed=context.coefficients.micro_seconds)
     frozen = forward.compute if context.backend.lora is not None else 0.0
-    output = context.measured("output", read, forward)
+    output = context.measured("output", read, forward.plus(own))
     if training:
         back = backward(context, forward, 0.0 if frozen else size.output / links.t, frozen)
-        output = output.plus(context.measured("output_backward", read, back))
+        output = output.plus(context.measured("output_backward", read, back.plus(own)))
     last = layer.times(size.layers // p).plus(output)
     stage = last
     if p > 1 and size.layers % p:

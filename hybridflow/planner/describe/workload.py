@@ -52,8 +52,9 @@ class Workload:
     micro-batch; `micro_batches` per data parallel rank are those of another system's runs instead, for `calibrate`.
     With `sequence_parallel` the ranks of a tensor parallel group share what lies between the cut matrices, too, and
     hand it to the next stage once. With `time_sharing` two updates that follow each other run together where they have
-    one layout with several stages (`hf.together`). Errors: ConfigError for sizes that are not positive, and for more
-    responses per prompt than rows."""
+    one layout with several stages (`hf.together`). Without `cuda_graphs` (`VLLM(eager=True)`) the kernels of a decode
+    step are launched one by one. Errors: ConfigError for sizes that are not positive, and for more responses per prompt
+    than rows."""
 
     rows: Size
     prompt: Any  # given as what Lengths.of takes, a Lengths from then on
@@ -67,6 +68,7 @@ class Workload:
     micro_batches: Size | None = None
     sequence_parallel: bool = True
     time_sharing: bool = False
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("prompt", "response"):

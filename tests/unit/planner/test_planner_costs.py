@@ -350,11 +350,21 @@ def test_slower_links_never_shorten_a_call(sizes, call, link, network, latency):
 def test_slower_links_never_shorten_a_small_backward_pass(tokens, slower):
     """Launches hide messages, and none of them hides more than itself."""
     seconds = []
-    for link in (DEFAULT.link, DEFAULT.link / slower):
-        context = simulator(coefficients=replace(DEFAULT, link=link)).context("actor", at(1, 8, 1))
+    for reached in (DEFAULT.reduce, DEFAULT.reduce / slower):
+        context = simulator(coefficients=replace(DEFAULT, reduce=reached)).context("actor", at(1, 8, 1))
         assert context is not None
         seconds.append(layer_pass(context, tokens, 0.0, True).total)
     assert seconds[1] >= seconds[0] * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.integers(1, 4096))
+def test_cuda_graphs_never_slow_decoding_and_concern_nothing_else(sizes, rows):
+    work = replace(WORK, rows=rows)
+    with_them, without = simulator(work), simulator(replace(work, cuda_graphs=False))
+    for call in KINDS:
+        seconds = [one.cost(call, at(*sizes), 20e9).seconds for one in (with_them, without)]
+        assert seconds[1] >= seconds[0] if call == GENERATE else seconds[1] == seconds[0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -367,7 +377,7 @@ def test_without_latency_a_collective_takes_what_its_bytes_take(sizes, nbytes):
     context = found.context("actor", at(*sizes))
     assert context is not None
     links = context.links
-    assert links.tensor_all_reduce(nbytes) == pytest.approx(2 * (t - 1) / t * nbytes / links.link)
+    assert links.tensor_all_reduce(nbytes) == pytest.approx(2 * (t - 1) / t * nbytes / links.reduce)
     once, often = (links.collective(nbytes, links.d, links.p * links.t, buffers) for buffers in (1, 40))
     assert once == pytest.approx(often)
     if p * t * d <= 8:
@@ -415,7 +425,7 @@ def test_coefficients_are_saved_and_loaded(tmp_path):
 
 def test_calibration_finds_what_made_the_observations():
     """Calls priced with other coefficients: from many of them, predictions of unseen calls follow."""
-    truth = replace(DEFAULT, compute=0.45, link=0.4, latency=1e-4, step_seconds=1e-2)
+    truth = replace(DEFAULT, compute=0.45, reduce=0.4, latency=1e-4, step_seconds=1e-2, micro_seconds=8e-3)
     kinds = {"generation": GENERATE, "inference": INFER, "training": TRAIN}
     seen = [
         Observation(A100S, MODEL, kind, Parallel(p, t, d), WORK, 1.0)  # type: ignore[arg-type]
@@ -445,8 +455,8 @@ def test_more_fitted_coefficients_match_observations_no_worse(monkeypatch):
         moved = [math.log(getattr(fitted, name) / getattr(DEFAULT, name)) / spread[name] for name in names]
         return sum(x * x for x in (*errors, *moved))
 
-    names = ("compute", "link", "latency", "step_seconds")
-    found = [misfit(names[:count]) for count in range(1, 5)]
+    names = tuple(calibration.SPREAD)
+    found = [misfit(names[: count + 1]) for count in range(len(names))]
     assert all(b <= a * (1 + 1e-6) for a, b in pairwise(found)), found
 
 

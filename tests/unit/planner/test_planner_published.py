@@ -70,7 +70,7 @@ GRAPH = ppo(
     llama_3(*LLAMA_7B, "value"),
     log_probs=False,
 )
-WORKLOAD = Workload(rows=4096, prompt=1024, response=1024, minibatches=8)
+WORKLOAD = Workload(rows=4096, prompt=1024, response=1024, minibatches=8, sequence_parallel=False)  # as its code
 
 
 def observed(workload: Workload, sizes, seconds) -> list[Observation]:
@@ -108,6 +108,22 @@ def test_calibrated_on_the_heuristic_plan_the_searched_one_is_predicted(recomput
     assert heuristic == pytest.approx(546.8, rel=0.28)
     assert searched < heuristic
     assert coefficients.device == "h100"
+
+
+@pytest.mark.parametrize(
+    ("known", "held_out"),
+    [
+        ((HEURISTIC, HEURISTIC_SECONDS), (SEARCHED, SEARCHED_SECONDS)),
+        ((SEARCHED, SEARCHED_SECONDS), (HEURISTIC, HEURISTIC_SECONDS)),
+    ],
+    ids=["heuristic", "searched"],
+)
+def test_calibrated_on_the_six_calls_of_one_table_those_of_the_other_are_predicted(known, held_out):
+    fitted = calibrate(observed(WORKLOAD, *known))
+    sizes, published = held_out
+    found = predicted(fitted, WORKLOAD, sizes)
+    assert found == pytest.approx(published, rel=0.28)
+    assert sum(found) == pytest.approx(sum(published), rel=0.1)
 
 
 def test_calibrating_on_more_calls_does_not_make_them_worse():

@@ -172,7 +172,7 @@ def test_a_profile_describes_its_cluster(tmp_path):
     assert LayerProfile.load(tmp_path / "profile.yaml") == found
     node = found.measured(ClusterSpec.this_machine(4)).nodes[0]
     assert (node.slowdown, node.latency, node.bandwidth, node.device.host) == (HALVES, 1e-3, 5e8, 3e9)
-    assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0)
+    assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0, reduce=1.0)
     unmeasured = measured(slowdown=(), latency=None, bandwidth=None, call_seconds=None, host=None)
     assert unmeasured.measured(CORES) == CORES
     assert unmeasured.coefficients(DEFAULT) == DEFAULT
