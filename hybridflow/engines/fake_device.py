@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hybridflow.engines import attention
-from hybridflow.engines.process_groups import ProcessGroups, RankContext
+from hybridflow.engines.process_groups import Meeting, ProcessGroups, RankContext
 from hybridflow.errors import ConfigError
 from hybridflow.topology import RankGrid
 
@@ -117,7 +117,7 @@ class FakeDevice(TorchDispatchMode):
             with ExitStack() as within:
                 within.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
                 within.enter_context(patch.object(attention, "has_flash_kernels", lambda device: True))
-                groups = _FakeGroups(FakeStore(), role, range(grid.size), rank, device)
+                groups = _FakeGroups(FakeStore(), role, range(grid.size), rank, device, meeting=_Alone())
                 within.enter_context(self)
                 yield RankContext(role, rank, grid, device, groups)
         finally:
@@ -128,6 +128,11 @@ def _makes(tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation on these makes a tensor on a device of nothing, such as `torch.zeros`."""
     device = kwargs.get("device")
     return all(tensor.is_meta for tensor in tensors) and str(device) != "meta" and not (tensors and device is None)
+
+
+class _Alone(Meeting):
+    def enter(self, store: Any, rank: int, members: int, seconds: float) -> None:
+        """The others do not exist."""
 
 
 class _FakeGroups(ProcessGroups):

@@ -159,6 +159,11 @@ class Meeting:
         self.lost = False
         self._wanted: tuple[Any, Sequence[str]] | None = None
 
+    def enter(self, store: dist.Store, rank: int, members: int, seconds: float) -> None:
+        """Until all have. Errors: those of `wait`."""
+        store.set(f"here/{rank}", "")
+        self.wait(store, [f"here/{each}" for each in range(members)], seconds)
+
     def wait(self, store: dist.Store, keys: Sequence[str], seconds: float) -> None:
         """Until the store has the keys. Errors: WaitTimeoutError when one of the others is lost, DistStoreError."""
         self._wanted = store, keys
@@ -215,10 +220,9 @@ class ProcessGroups:
             return found
         world, rank = [self.ranks[m] for m in members], list(members).index(self.rank)
         store, seconds = dist.PrefixStore(f"{full}/{backend}", self.store), timeout or self.timeout
-        store.set(f"here/{rank}", "")
         self._connecting = True
         try:
-            self.meeting.wait(store, [f"here/{each}" for each in range(len(world))], seconds)
+            self.meeting.enter(store, rank, len(world), seconds)
             group, _ = c10d._new_process_group_helper(
                 len(world),
                 rank,
