@@ -160,7 +160,7 @@ def _check_alone(name: str, settings: Mapping[str, Any], neighbours: Sequence[Ra
 
 def _check_tokens(new: RankGroup, others: Sequence[RankGroup]) -> None:
     """Errors: ConfigError where a model is given the token ids of policies, and has the tokenizer of none of them."""
-    known = [one for one in (*others, new) if one.spec.model is not None]
+    known = [one for one in (*others, new) if one.spec.model is not None and "model" in one.settings]
     of = {one.name: str(one.settings["model"]) for one in known}
     writes = {one.name for one in known if _generates(one)}
     for one in known if writes else ():
