@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Optimizer, TrainStrategy
@@ -80,7 +82,7 @@ class _Counted:
     def __init__(self, device: FakeDevice, engine: TrainEngine, asked: CallRows) -> None:
         self.device, self.engine, self.asked = device, engine, asked
         tokens = [prompt + response for prompt, response in asked.rows]
-        self.total = len(engine.tokens.split.rows(_tensor(tokens)))
+        self.total = len(engine.tokens.split.rows(torch.tensor(tokens)))
         self.held: dict[str, int] = {}
         self.loss: Any = policy_loss() if engine.spec.head == "lm" else value_loss()
 
@@ -114,9 +116,3 @@ class _Counted:
             engine.step()
         gc.collect()
         return device.peak, device.flops, dict(device.collectives)
-
-
-def _tensor(values: Sequence[int]) -> Any:
-    import torch
-
-    return torch.tensor(values, dtype=torch.int64)

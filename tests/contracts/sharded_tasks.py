@@ -77,17 +77,20 @@ def peak_bytes(world: World, name: str, strategy: Any, size: int, path: Path, sp
 def training_peak(
     world: World, name: str, strategy: Any, size: int, spec: Any, lengths: Sequence[tuple[int, int]]
 ) -> int:
-    """The most memory that the allocator gave at a time while a mini-batch was computed, beside what was there."""
+    """The most memory that the allocator gave at a time while a mini-batch was computed, beside what was there: the
+    least of several, since a message that waits for the other rank keeps its buffers for longer."""
     engine = build(world, name, strategy, size, None, spec.head, Adam(lr=1e-6), spec=spec)
     rows, loss = example_rows(*zip(*lengths, strict=True), vocab=spec.vocab), policy_loss()
-    engine.forward_backward(rows, loss, loss.outputs)
-    engine.step()
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        engine.forward_backward(rows, loss, loss.outputs)
+    peaks = list[int]()
+    for _ in range(6):
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            engine.forward_backward(rows, loss, loss.outputs)
+        peaks.append(_peak(seen))
+        engine.step()
     engine.context.groups.close()
     engine.close()
-    return _peak(seen)
+    return min(peaks[1:])  # the first one makes what stays
 
 
 def _peak(seen: Any, mapped: Collection[int] = ()) -> int:

@@ -17,6 +17,7 @@ from hybridflow.placement import Placement
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.tracing.auto import workload_of
 from hybridflow.tracing.trace import Trace, trace_driver
+from tests.contracts.family_cases import config
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_7B = {
@@ -232,6 +233,16 @@ def test_an_estimate_names_every_call(home: Path, capsys: pytest.CaptureFixture[
     assert "a function" in calls["reward.compute_reward"]
     for part in ("(1-1-2 on 0-1, rank 0): ", "parameters ", "gradients ", "optimizer ", "(planner: ", " FLOP; "):
         assert part in calls["actor.update_actor"]
+
+
+def test_an_estimate_says_what_it_leaves_out(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Where tokens go is decided by numbers that are made up here."""
+    config("qwen3_moe").save_pretrained(tmp_path)
+    asked = ["estimate", f"{home}/driver.py", "--cluster", "a100:1x2", f"model={home}/model", f"actor.model={tmp_path}"]
+    assert cli.main(asked) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("actor.update_actor")]
+    assert "is not estimated" in line
+    assert line.endswith("with experts")
 
 
 def traced(home: Path) -> Trace:

@@ -94,11 +94,12 @@ class ParallelAdapters(nn.Module):
         self._slices = list[tuple[str, int, int]]()
         for region in sorted(regions, key=lambda region: region.offset):
             name, (start, stop) = region.box.tensor.split(".")[-2], region.box.rows
-            parts = own.get(f"{name}.lora_B.weight", regions)
-            at = next(
-                part.offset[0] - part.box.start[0] for part in parts if part.box.start[0] <= start < part.box.stop[0]
-            )
-            self._slices.append((name, start + at, stop + at))
+            for part in own.get(f"{name}.lora_B.weight", ()):  # without an adapter these rows get zeros
+                if part.box.start[0] <= start < part.box.stop[0]:
+                    shift = part.offset[0] - part.box.start[0]
+                    start, stop = start + shift, stop + shift
+                    break
+            self._slices.append((name, start, stop))
         linear.add_module(CHILD, self)
         linear.register_forward_hook(self._beside, prepend=True)
 
