@@ -100,6 +100,8 @@ def main() -> None:
     for name, size in {**sizes, "minibatches": 2, "warm-up": 10, "iterations": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
+    if args.algorithm == "grpo" and args.n < 2:
+        parser.error("GRPO compares the responses to a prompt: give --n 2 or more")
     if args.rows % args.n:
         parser.error(f"--rows {args.rows} are no whole number of prompts with --n {args.n} responses")
     with tempfile.TemporaryDirectory() as directory:
