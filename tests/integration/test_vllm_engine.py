@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ from tests.integration.vllm_scenarios import (
     save_model,
 )
 
+# `make test` builds these; the others are slow.
+OFTEN = ("llama", "p2t2-p2t1", "d4-p1t2", "d4-p1t4", "p1t2d2-p2t2", "qwen2")
+
+
+def cases(wanted: Callable[[str], bool] = lambda name: True) -> pytest.MarkDecorator:
+    """The scenarios that are wanted."""
+    marks = {name: () if name in OFTEN else pytest.mark.slow for name in SCENARIOS if wanted(name)}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,16 +57,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[str, dict[int, dict[str, Any]]]:
-    """scenario -> world rank -> what that process saw."""
+def results(root: Path, request: pytest.FixtureRequest) -> dict[str, dict[int, dict[str, Any]]]:
+    """scenario -> world rank -> what that process saw, of the scenarios that a test asks for."""
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    names = [name for name in SCENARIOS if name in asked | {"llama"}]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     forking()
-    mp.start_processes(process, (port, root), nprocs=4, start_method="forkserver")
+    mp.start_processes(process, (port, root, names), nprocs=4, start_method="forkserver")
     ranks = [torch.load(root / f"rank{r}.pt", weights_only=False) for r in range(4)]
-    return {name: {r: ranks[r][name] for r in SCENARIOS[name][0]} for name in SCENARIOS}
+    return {name: {r: ranks[r][name] for r in SCENARIOS[name][0]} for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +106,13 @@ def _check_greedy(model: Any, rows: list) -> None:
         assert token_ids == _logits(model, prompt, token_ids).argmax(-1).tolist()
 
 
-@pytest.mark.thinned(6)
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_greedy_tokens_and_log_probs_equal_hugging_face(results, models, name) -> None:
     for out in results[name].values():
         _check_greedy(models[SCENARIOS[name][4]], out["greedy"])
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_outputs_follow_weights_written_in_place(results, models, name) -> None:
     model = models[SCENARIOS[name][4]]
     _scale(model, 0.8)
@@ -113,13 +124,13 @@ def test_outputs_follow_weights_written_in_place(results, models, name) -> None:
         _scale(model, 1 / 0.8)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_sampled_log_probs_are_those_at_the_temperature(results, models, name) -> None:
     for out in results[name].values():
         _check_log_probs(models[SCENARIOS[name][4]], out["random"], RANDOM.temperature)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_all_ranks_of_a_replica_return_the_same(results, name) -> None:
     by_replica: dict[int, list] = {}
     for out in results[name].values():
@@ -128,7 +139,7 @@ def test_all_ranks_of_a_replica_return_the_same(results, name) -> None:
     assert all(len(same) == sizes and same.count(same[0]) == sizes for same in by_replica.values())
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_seeds_make_tokens_independent_of_the_split(results, name) -> None:
     tokens = lambda rows: [[c[0] for c in row] for row in rows]  # noqa: E731
     whole = tokens(next(iter(results[name].values()))["random"])
@@ -144,7 +155,7 @@ def test_responses_to_one_prompt_differ_and_unseeded_calls_differ(results) -> No
         assert out["unseeded"][0] != out["unseeded"][1]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_storage_is_covered_and_the_training_process_left_as_it_was(results, name) -> None:
     _, _, p_g, _, family = SCENARIOS[name]
     for out in results[name].values():
@@ -233,7 +244,7 @@ def test_a_row_that_pauses_at_every_step_is_the_same_bit_for_bit(results) -> Non
     assert out["paused"] == out["whole"]
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name][4] == "llama"])
+@cases(lambda name: SCENARIOS[name][4] == "llama")
 def test_rows_continue_in_another_engine(results, name) -> None:
     whole = results["llama"][2]["session"]["whole"]
     for out in results[name].values():
@@ -244,7 +255,7 @@ def test_rows_continue_in_another_engine(results, name) -> None:
                 assert torch.tensor(row["log_probs"]).sub(torch.tensor(other["log_probs"])).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name][4] == "llama" and name != "llama"])
+@cases(lambda name: SCENARIOS[name][4] == "llama" and name != "llama")
 def test_ranks_of_a_replica_agree_when_the_time_is_over(results, name) -> None:
     whole, by_replica = results["llama"][2]["session"]["whole"], {}
     for out in results[name].values():
@@ -283,7 +294,7 @@ def test_a_kept_cache_stays_with_its_rows(results) -> None:
     assert kept["equal"][2][0]["token_ids"] == kept["whole"]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_keys_and_values_wait_while_the_engine_sleeps(results, name) -> None:
     """After every step: rows are those of an engine that never slept, bit for bit, and nothing is computed again. The
     used blocks only are copied, once out and once in."""
@@ -334,7 +345,7 @@ def test_errors_of_a_session_lose_no_row(results) -> None:
     assert all(row["token_ids"] == wanted[row["row_id"], row["index"]] for row in errors["rescued"])
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name][4] == "llama"])
+@cases(lambda name: SCENARIOS[name][4] == "llama")
 def test_turns_of_a_conversation_compute_their_new_tokens(results, name) -> None:
     exact, first = not name.endswith(("p2t1", "p2t2")), results["llama"][2]["turns"]["kept"]
     by_replica: dict[int, list[dict[str, Any]]] = {}
@@ -380,7 +391,7 @@ def test_sleep_frees_the_cache_and_wake_restores_it(results) -> None:
     assert out["woken"] == out["cached"][0]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@cases()
 def test_weights_come_back_where_they_were(results, name) -> None:
     for out in results[name].values():
         released = out["released"]

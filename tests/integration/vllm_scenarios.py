@@ -331,11 +331,11 @@ def _save_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
-def process(world_rank: int, port: int, root: Path) -> None:
+def process(world_rank: int, port: int, root: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 4, world_rank == 0, datetime.timedelta(seconds=100))
     world = dist.PrefixStore("world", store)
     dist.init_process_group("gloo", store=world, rank=world_rank, world_size=4, timeout=datetime.timedelta(seconds=100))
-    torch.save({name: _scenario(world_rank, store, name, root) for name in SCENARIOS}, root / f"rank{world_rank}.pt")
+    torch.save({name: _scenario(world_rank, store, name, root) for name in names}, root / f"rank{world_rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
