@@ -15,6 +15,7 @@ import pickle
 import secrets
 import socket
 import struct
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -38,9 +39,9 @@ class ControlTree:
     """
 
     def __init__(self, store: dist.Store, name: str, size: int, rank: int, address: str, seconds: float) -> None:
-        self._store, self._name, self._rank, self._address, self._seconds = store, name, rank, address, seconds
+        self._name, self._rank, self._address, self._seconds = name, rank, address, seconds
         self._children = len(range(rank * _CHILDREN + 1, min(size, (rank + 1) * _CHILDREN + 1)))
-        self._neighbours, self._meeting = list[socket.socket](), Meeting()  # the parent first
+        self._neighbours, self._meeting = list[socket.socket](), Meeting(store)  # the parent first
         self._closed = False
         self._listener: socket.socket | None = None
 
@@ -73,11 +74,13 @@ class ControlTree:
             self._listener = listener
             listener.settimeout(0.0 if self._closed else self._seconds)
             if self._children:
-                self._store.set(f"{self._name}/{self._rank}", json.dumps([*listener.getsockname()[:2], key]))
+                said = json.dumps([*listener.getsockname()[:2], key])
+                self._meeting.store.set(f"{self._name}/{self._rank}", said)
             if self._rank:
                 parent = f"{self._name}/{(self._rank - 1) // _CHILDREN}"
-                self._meeting.wait(self._store, [parent], self._seconds)
-                host, port, known = json.loads(self._store.get(parent))
+                with self._meeting.ending():
+                    self._meeting.store.wait([parent], timedelta(seconds=self._seconds))
+                    host, port, known = json.loads(self._meeting.store.get(parent))
                 seconds = min(self._seconds, _GREETING_SECONDS)  # a busy rank's machine answers for it
                 self._add(socket.create_connection((host, port), seconds)).sendall(known.encode())
             while len(self._neighbours) < wanted:
@@ -90,6 +93,7 @@ class ControlTree:
                 other.settimeout(self._seconds)
                 if not known:
                     self._neighbours.pop().close()
+        self._meeting.close()
 
     def _add(self, connection: socket.socket) -> socket.socket:
         connection.settimeout(self._seconds)

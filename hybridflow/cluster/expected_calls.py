@@ -116,9 +116,9 @@ class ExpectedCalls:
         return min(limit, free - growth - _MARGIN * total)
 
     def _leave(self, last: int) -> None:
-        """Fetched models whose calls, up to `last`, are over or did not come."""
-        over = [one for one in self._fetched if one.seq <= last]
-        self._fetched = [one for one in self._fetched if one.seq > last]
+        """Fetched models whose calls, up to `last`, are over or did not come. Those that run in other threads stay."""
+        over = [one for one in self._fetched if one.seq <= last and one.seq not in self._running]
+        self._fetched = [one for one in self._fetched if one not in over]
         for one in over:
             if (worker := self._worker_of(one.group)) is not None:
                 try:

@@ -235,9 +235,9 @@ class HostMonitor:
             self._give_up(selector, watched, OSError(code, os.strerror(code)))
             return
         with self._lock:
-            watched.open = watched.seen = True  # it learns of later losses, too
             losses = list(self._incidents.lost.values())
-        watched.socket.send(watched.key + WATCH + b"".join(map(_news, losses)))
+            watched.socket.send(watched.key + WATCH + b"".join(map(_news, losses)))
+            watched.open = watched.seen = True  # it learns of later losses, too, and calls are announced to it
         watched.until = math.inf
         if watched.away is not None and (seconds := time.monotonic() - watched.away) > _AGAIN_SECONDS:
             logger.warning("%s answers again, after %.1f s", watched, seconds)

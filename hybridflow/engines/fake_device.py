@@ -117,7 +117,7 @@ class FakeDevice(TorchDispatchMode):
             with ExitStack() as within:
                 within.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
                 within.enter_context(patch.object(attention, "has_flash_kernels", lambda device: True))
-                groups = _FakeGroups(FakeStore(), role, range(grid.size), rank, device, meeting=_Alone())
+                groups = _FakeGroups(FakeStore(), role, range(grid.size), rank, device)
                 within.enter_context(self)
                 yield RankContext(role, rank, grid, device, groups)
         finally:
@@ -131,11 +131,16 @@ def _makes(tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
 
 
 class _Alone(Meeting):
-    def enter(self, store: Any, rank: int, members: int, seconds: float) -> None:
-        """The others do not exist."""
+    """The others do not exist."""
+
+    def enter(self, name: str, rank: int, members: int, seconds: float, says: str = "") -> list[bytes]:
+        return []
 
 
 class _FakeGroups(ProcessGroups):
+    def __post_init__(self) -> None:
+        self.meeting = _Alone(self.store)
+
     def new(self, name: str, members: Any, backend: str | None = None, timeout: float | None = None) -> Any:
         return super().new(name, members, "fake", timeout)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -108,9 +108,15 @@ def end_waits(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _end_attempt(connection: socket.socket) -> None:
-    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT:
-        end_waits(connection)
+def _attempts() -> Iterator[tuple[str, tuple[str, int]]]:
+    """The inodes of sockets that wait for an answer to their first packet, and the addresses that they sent it to."""
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with suppress(OSError), open(f"{_SOCKETS}/{name}") as table:
+            for _, _, remote, state, *_, inode in (line.split()[:10] for line in [*table][1:]):
+                if state == _SYN_SENT:
+                    host, port = remote.split(":")
+                    words = (bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
+                    yield f"socket:[{inode}]", (socket.inet_ntop(family, b"".join(words)), int(port, 16))
 
 
 def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 2, seconds: float = 30.0) -> None:
@@ -122,9 +128,9 @@ def fail_with_machine(connection: socket.socket, idle: int = 3, interval: int = 
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-_DESCRIPTORS = "/proc/self/fd"
+_DESCRIPTORS, _SOCKETS = "/proc/self/fd", "/proc/self/net"
 _LOOPBACK = "127.0.0.1"
-_SYN_SENT, _ATTEMPT_SECONDS = 2, 0.2
+_SYN_SENT, _ATTEMPT_SECONDS = "02", 0.2
 _GONE = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 gloo_address = _LOOPBACK
 """Where peers reach this process: a host sets its node's. Gloo would take that of the machine's name, or loopback."""
@@ -152,36 +158,56 @@ c10d.ProcessGroupGloo = _SharedGloo  # type: ignore[misc]  torch has no option f
 
 
 class Meeting:
-    """Waits in a store for others with whom this process forms a group. A backend would wait for one that is lost until
-    its timeout; `abort`, called by another thread, ends the wait."""
+    """Where this process meets others with whom it forms a group: in `store`, over a connection of its own. A backend
+    would wait for one that is lost until its timeout; `abort`, called by another thread, ends the connection, and with
+    it every wait in the store, a backend's own, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store) -> None:
         self.lost = False
-        self._wanted: tuple[Any, Sequence[str]] | None = None
+        self._shared = store
 
-    def enter(self, store: dist.Store, rank: int, members: int, seconds: float) -> None:
-        """Until all have. Errors: those of `wait`."""
-        store.set(f"here/{rank}", "")
-        self.wait(store, [f"here/{each}" for each in range(members)], seconds)
+    @cached_property
+    def store(self) -> dist.Store:
+        return self._shared.clone()
 
-    def wait(self, store: dist.Store, keys: Sequence[str], seconds: float) -> None:
-        """Until the store has the keys. Errors: WaitTimeoutError when one of the others is lost, DistStoreError."""
-        self._wanted = store, keys
+    def enter(self, name: str, rank: int, members: int, seconds: float, says: str = "") -> list[bytes]:
+        """Wait until all have, and return what they say. Errors: those of `ending`."""
+        with self.ending():
+            self.store.set(f"{name}/here/{rank}", says)
+            keys = [f"{name}/here/{each}" for each in range(members)]
+            self.store.wait(keys, datetime.timedelta(seconds=seconds))
+            return self.store.multi_get(keys)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Inside waits for others end with `abort`. Errors: WaitTimeoutError when one of them is lost, those of the
+        waits."""
+        lost, _ = WaitTimeoutError("a rank was lost before all had formed a group."), self.store
+        if self.lost:  # looked at after the connection is there to be ended: `abort` does it the other way round
+            raise lost
         try:
-            if not self.lost:
-                store.wait(list(keys), datetime.timedelta(seconds=seconds))
-        finally:
-            self._wanted = None
-        if self.lost:
-            raise WaitTimeoutError("a rank was lost before all had formed a group.")
+            yield
+        except (RuntimeError, OSError, ValueError) as error:  # of the store, a backend, sockets, and an empty text
+            if self.lost:
+                raise lost from error
+            raise
+
+    def close(self) -> None:
+        """All have met: the connection is not needed any more, but made again where it is."""
+        self.__dict__.pop("store", None)
 
     def abort(self) -> None:
-        """One of the others is lost: `wait` ends."""
+        """One of the others is lost: waits end."""
         self.lost = True
-        if (wanted := self._wanted) is not None:
-            store, keys = wanted
-            with suppress(RuntimeError):  # the store is gone, too
-                store.clone().multi_set(list(keys), [""] * len(keys))  # a store's own connection waits
+        store = self.__dict__.get("store")
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if (found := _CONNECTION.search(repr(store))) is not None:  # torch says it nowhere else
+            with suppress(OSError), socket.socket(fileno=os.dup(int(found[1]))) as connection:
+                end_waits(connection)
+
+
+_CONNECTION = re.compile(r"^TCPStore\(client=TCPClient\(SocketImpl\(fd=(\d+)")
 
 
 @dataclass
@@ -201,10 +227,14 @@ class ProcessGroups:
     _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
     _holders: list[Callable[[], object]] = field(default_factory=list)
     _connections: set[tuple[int, str]] = field(default_factory=set)
-    meeting: Meeting = field(default_factory=Meeting)
     _connecting: bool = False
+    _listening: set[tuple[str, int]] = field(default_factory=set)  # others of a gloo group; NCCL's are not known
     between_stages: set[dist.ProcessGroup] = field(default_factory=set)
     """Groups of messages, which gloo counts as collectives."""
+    meeting: Meeting = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meeting = Meeting(self.store)
 
     def new(
         self, name: str, members: Sequence[int], backend: str | None = None, timeout: float | None = None
@@ -219,20 +249,23 @@ class ProcessGroups:
         if (found := self._built.get((full := self.full_name(name, members), backend))) is not None:
             return found
         world, rank = [self.ranks[m] for m in members], list(members).index(self.rank)
-        store, seconds = dist.PrefixStore(f"{full}/{backend}", self.store), timeout or self.timeout
+        named, seconds = f"{full}/{backend}", timeout or self.timeout
+        mine = json.dumps(_gloo_devices()[1] if backend == "gloo" else [])
+        said = self.meeting.enter(named, rank, len(world), seconds, mine)
+        self._listening = {tuple(address) for each in said for address in json.loads(each)}
         self._connecting = True
         try:
-            self.meeting.enter(store, rank, len(world), seconds)
-            group, _ = c10d._new_process_group_helper(
-                len(world),
-                rank,
-                world,
-                c10d.Backend(backend),
-                store,
-                group_name=c10d.GroupName(f"{full}/{backend}"),
-                timeout=datetime.timedelta(seconds=seconds),
-                device_id=self.device if backend == "nccl" and len(world) > 1 else None,
-            )
+            with self.meeting.ending():
+                group, _ = c10d._new_process_group_helper(
+                    len(world),
+                    rank,
+                    world,
+                    c10d.Backend(backend),
+                    dist.PrefixStore(named, self.meeting.store),
+                    group_name=c10d.GroupName(named),
+                    timeout=datetime.timedelta(seconds=seconds),
+                    device_id=self.device if backend == "nccl" and len(world) > 1 else None,
+                )
         finally:
             self._connecting = False
         assert isinstance(group, dist.ProcessGroup)
@@ -275,8 +308,10 @@ class ProcessGroups:
         """A member is gone: what this process does in the groups fails, now and later. Called by another thread."""
         self.meeting.abort()
         while self._connecting:  # to the lost one: a machine that vanished answers nothing
+            own = {inode for inode, to in _attempts() if not self._listening or to in self._listening}
             for found in _sockets():
-                _with_socket(found, _end_attempt)
+                if found[1] in own:
+                    _with_socket(found, end_waits)
             time.sleep(_ATTEMPT_SECONDS)
         for found in list(self._connections):
             _with_socket(found, end_waits)

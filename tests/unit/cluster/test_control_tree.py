@@ -62,7 +62,9 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_lost_before_it_came_is_not_waited_for(rank, known):
     """The root waits for a connection, another rank for the root's address."""
-    tree = trees(2, seconds=60.0)[rank]
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+    tree = ControlTree(store, "group", 2, rank, "127.0.0.1", 60.0)
     if known == "before":
         tree.abort()
     with ThreadPoolExecutor(1) as threads:

@@ -190,6 +190,24 @@ def test_calls_in_several_threads_share_one_account(made):
         assert models["reference"].compute() == 6 * FLOATS
 
 
+def test_a_fetched_model_stays_while_it_works_beside_others(made):
+    """Two updates that run together, both of whose models came back behind a call before them."""
+    models, expected, _ = made("reward", "critic", "cost")
+    expected.add("critic", 2, 1, True)
+    expected.add("cost", 3, 2, True)
+    critic, cost = (models[name].memory for name in ("critic", "cost"))
+    with expected.running(call(1, "reward")):
+        pass
+    with expected.running(call(2, "critic")):
+        critic.acquire()
+        with expected.running(call(3, "cost")):
+            assert critic.resident_bytes == critic.total_bytes
+            assert cost.resident_bytes == cost.total_bytes
+        assert critic.resident_bytes == critic.total_bytes
+        assert not cost.resident_bytes
+    assert not critic.resident_bytes
+
+
 def test_a_model_that_works_is_left_alone(made):
     models, expected, _ = made("critic")
     expected.add("critic", 2, 1, True)

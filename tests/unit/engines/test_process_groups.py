@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,11 +96,16 @@ def test_files_stay_as_they_are(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("known", ["before", "while it waits"])
-def test_a_group_is_not_formed_with_a_rank_that_is_lost(known):
+@pytest.fixture
+def stores() -> Callable[[], dist.TCPStore]:
+    """Connections to one store."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
-    groups = ProcessGroups(store, "actor", range(2), 0, torch.device("cpu"), 60.0)
+    return lambda: dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("known", ["before", "while it waits"])
+def test_a_group_is_not_formed_with_a_rank_that_is_lost(stores, known):
+    groups = ProcessGroups(stores(), "actor", range(2), 0, torch.device("cpu"), 60.0)
     if known == "before":
         groups.abort()
     with ThreadPoolExecutor(1) as threads:
@@ -110,3 +116,47 @@ def test_a_group_is_not_formed_with_a_rank_that_is_lost(known):
             groups.abort()
         with pytest.raises(WaitTimeoutError, match="a rank was lost before"):
             formed.result(10)
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["before all have met", "after"])
+def test_no_rank_that_hears_of_a_loss_later_waits_for_one_that_heard_of_it(stores, met, monkeypatch):
+    """Three ranks form a group, of which the last is lost. After all have met, a backend waits for them."""
+
+    def form(size, rank, world, backend, store, *, timeout, **_):  # threads cannot have a torch world each
+        return c10d.ProcessGroupGloo(store, rank, size, timeout), None
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", form)
+    ranks = [ProcessGroups(stores(), "actor", range(3), rank, torch.device("cpu"), 60.0) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        formed = [threads.submit(groups.everyone) for groups in ranks[:2]]
+        if met:
+            name = f"{ranks[2].full_name('computing', range(3))}/gloo"
+            threads.submit(ranks[2].meeting.enter, name, 2, 3, 60.0, "[]").result(20)
+        for groups, wanted in zip(ranks[:2], formed, strict=True):
+            with pytest.raises(TimeoutError):
+                wanted.result(0.3)
+            groups.abort()
+        for wanted in formed:
+            with pytest.raises(WaitTimeoutError, match="a rank was lost before"):
+                wanted.result(10)
+
+
+@pytest.mark.skipif(not Path("/proc/self/net").exists(), reason="finds connections in /proc")
+def test_other_connections_are_made_while_a_group_with_a_lost_rank_ends(stores):
+    """A server with a full queue: the attempt of another thread waits, as one to a machine without an answer does."""
+    groups = ProcessGroups(stores(), "actor", range(2), 0, torch.device("cpu"), 60.0)
+    groups._connecting, groups._listening = True, {("127.0.0.1", 1)}
+    with socket.socket() as server, ThreadPoolExecutor(2) as threads:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        with socket.create_connection(server.getsockname()):
+            other = threads.submit(socket.create_connection, server.getsockname(), 20)
+            while (server.getsockname()) not in {to for _, to in process_groups._attempts()}:
+                pass
+            ended = threads.submit(groups.abort)
+            with pytest.raises(TimeoutError):
+                ended.result(2 * process_groups._ATTEMPT_SECONDS)
+            groups._connecting = False
+            ended.result(10)
+            server.accept()[0].close()
+            other.result(10).close()
