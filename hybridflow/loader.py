@@ -100,7 +100,9 @@ def _iterations(loader: PromptLoader | TextLoader, in_flight: int) -> Iterator[B
     """The batches of a loader, each of which begins an iteration."""
     session = Session.current()
     session.attach(loader)
-    for batch in session.iterations.timed(loader.drawn(), "loader", ahead=1):
+    for number, batch in enumerate(session.iterations.timed(loader.drawn(), "loader", ahead=1)):
+        if number == 1:
+            session.check_assignment()
         session.iterations.begin(in_flight)
         yield BatchRef.from_batch(batch)
     session.iterations.drain()

@@ -6,7 +6,7 @@ A plain value that can be printed, drawn, saved as YAML and run. Devices are num
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -180,6 +180,12 @@ class Placement(_Checked):
             _check_devices(one.devices, self.nodes, least=0)
         object.__setattr__(self, "groups", MappingProxyType(dict(self.groups)))
         object.__setattr__(self, "calls", MappingProxyType(dict(self.calls)))
+
+    def check_placed(self, placed: Collection[str]) -> None:
+        """Errors: PlacementError when one of the groups is not among those that a driver has `placed`."""
+        if left := [name for name in self.groups if name not in placed]:
+            hint = nearest(left[0], placed)
+            raise PlacementError(f"the placement is for a group {left[0]!r}, which the driver does not place.{hint}")
 
     def __getitem__(self, group: str) -> GroupPlacement:
         if group not in self.groups:

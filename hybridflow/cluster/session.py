@@ -54,6 +54,7 @@ class Session:
         self.first_states: dict[str, Any] = {}
         self.run_directory: Path | None = None
         self.cells: dict[str, Cell] = {}
+        self.assigned: set[str] = set()  # groups that were placed by the placement of `assigning`
         self.unbuilt: set[str] = set()  # pools whose groups are not on their new hosts yet
         self.recorded: Any = None
         self._closing: list[Callable[[], None]] = []
@@ -102,6 +103,11 @@ class Session:
             yield
         finally:
             Session.assignment = before
+
+    def check_assignment(self) -> None:
+        """Once all groups are placed. Errors: PlacementError for a group of `assignment` that is not."""
+        if self.assignment is not None:
+            self.assignment.check_placed(self.assigned | self.groups.keys())
 
     @property
     def iterations(self) -> Any:

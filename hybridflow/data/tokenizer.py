@@ -366,13 +366,30 @@ def other_token(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> s
         return None
     try:
         texts = [file.read_bytes() for file in files]
-        own, theirs = ({}, {}) if texts[0] == texts[1] else (json.loads(text)["model"]["vocab"] for text in texts)
+        if texts[0] == texts[1]:
+            return None
+        (own, added), (theirs, also) = map(_ids, texts)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if own == theirs or not isinstance(own, dict) or not isinstance(theirs, dict):
+    # a token that only one of them adds, such as one for padding, has no other meaning in the other
+    odd = {token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)}
+    odd |= {token for token, at in added.items() if also.get(token, at) != at}
+    if not odd:
+        by_id = {at: token for token, at in also.items()}
+        odd = {token for token, at in added.items() if by_id.get(at, token) != token}
+    if not odd:
         return None
-    odd = next(token for token in (own.keys() | theirs.keys()) if own.get(token) != theirs.get(token))
-    return f"{odd!r} is token {theirs.get(odd)} there and {own.get(odd)} here"
+    here, there = (own | added, theirs | also)
+    token = min(odd)
+    return f"{token!r} is token {there.get(token)} there and {here.get(token)} here"
+
+
+def _ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
+    """The ids of a model's tokens, and those of tokens added to it."""
+    found = json.loads(text)
+    vocab = found["model"]["vocab"]
+    ids = vocab if isinstance(vocab, dict) else {token: at for at, (token, _) in enumerate(vocab)}
+    return ids, {one["content"]: one["id"] for one in found.get("added_tokens") or ()}
 
 
 def check_prompt(place: str, column: str, prompt: Any, chat: bool = True) -> None:

@@ -168,7 +168,7 @@ class Meeting:
 
     @cached_property
     def store(self) -> dist.Store:
-        return self._shared.clone()
+        return self._shared.clone()  # type: ignore[attr-defined]  the stubs lack it
 
     def enter(self, name: str, rank: int, members: int, seconds: float, says: str = "") -> list[bytes]:
         """Wait until all have, and return what they say. Errors: those of `ending`."""

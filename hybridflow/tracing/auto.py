@@ -186,12 +186,17 @@ class AutoDriver:
         driver = functools.partial(self.driver, *arguments, **named)
         if (session := Session.existing()) is not None and session.traces:  # an outer trace plans for it
             return driver()
+        if Session.assignment is not None:  # and an outer placement holds for it
+            return driver()
         placement = self.placement or plan_driver(driver, **self.options)
         logger.info("%s runs as planned:\n%s", getattr(self.driver, "__name__", self.driver), placement)
         before = Session.existing()
         try:
             with Session.assigning(placement):
-                return driver()
+                result = driver()
+                if (session := Session.existing()) is not None:
+                    session.check_assignment()
+                return result
         except PlacementError as error:
             opened = Session.existing()
             if opened is None or opened is before or opened.pools:

@@ -19,7 +19,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
 from hybridflow.engines.worker_spec import spec_of
-from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, PlacementError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.models.hf_spec import Decoder, spec_of_config
 from hybridflow.models.spec import PUBLISHED, Head, ModelSpec
 from hybridflow.placement import Placement
@@ -127,10 +127,8 @@ def check_driver(driver: Callable[..., Any], *arguments: Any, placement: Placeme
     try:
         with backend.within():
             driver(*arguments)
-        others = [name for name in (placement.groups if placement else ()) if name not in backend.described]
-        if others and not backend.guessed:
-            hint = nearest(others[0], backend.described)
-            raise PlacementError(f"the placement is for a group {others[0]!r}, which the driver does not place.{hint}")
+        if placement is not None and not backend.guessed:
+            placement.check_placed(backend.described)
     except NoProcessError:
         logger.debug("the driver asks a process: it is checked up to there", exc_info=True)
     except SystemExit as end:

@@ -63,6 +63,7 @@ def place(
         return WorkerGroup(session, ranks)
     if planned_for is None and session.assignment is not None:
         planned_for = session.assignment.groups.get(role)
+        session.assigned |= set() if planned_for is None else {role}
     if planned_for is not None:
         return _on_placement(worker_class, pool, planned_for, settings, role, grid)
     check_memory(pool, [ranks := ranks_on(worker_class, pool, settings, role, grid)])

@@ -12,6 +12,7 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.cluster.session import Session
+from hybridflow.errors import PlacementError
 from hybridflow.placement import GroupPlacement, Placement
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import Parallel
@@ -84,6 +85,24 @@ def test_groups_are_where_the_placement_says(cluster, closing, policy):
     batch = hf.BatchRef.from_batch(make_rows(6))
     assert (batch | actor.compute_log_prob(batch)).get("old_log_probs").rows == 6
     assert cluster.assignment is None
+
+
+def test_a_group_of_a_placement_that_is_not_placed_is_an_error(cluster, closing):
+    """Here nothing else says so: the driver is not checked before it runs."""
+    placement = Placement(NODES, {"rewrad": GroupPlacement((0,), NODES)})
+
+    def driver() -> None:
+        hf.RewardWorker.on(hf.ResourcePool(1), function=lambda completions: [1.0] * len(completions), name="reward")
+
+    with pytest.raises(PlacementError, match=r"for a group 'rewrad', which the driver does not place.*'reward'"):
+        hf.auto(placement=placement)(driver)()
+    cluster.groups["reward"].close()
+
+
+def test_a_placement_from_outside_holds_for_a_driver_that_plans(cluster):
+    inner = hf.auto(placement=Placement(NODES, {}))(lambda: Session.assignment)
+    given = Placement(NODES, {}, found_by="mine")
+    assert hf.auto(placement=given)(inner)() is given
 
 
 def test_an_assignment_ends_with_its_driver(cluster):

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, processors
 
 from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
-from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, end_token_ids, load_tokenizer
+from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, end_token_ids, load_tokenizer, other_token
 from hybridflow.errors import CheckpointError, ConfigError, PromptError
 from hybridflow.loader import text_batch
 from hybridflow.rewards.answer_extraction import own_words
@@ -380,3 +380,29 @@ def test_settings_of_another_type_are_refused_with_their_file(tmp_path, file, ke
     where = "" if said.startswith("^") else f"{file} "
     with pytest.raises(CheckpointError, match=where + said):
         load_tokenizer(tmp_path)
+
+
+def write_tokens(directory: Path, vocab: Any, **added: int) -> Path:
+    directory.mkdir()
+    tokens = [{"id": at, "content": name} for name, at in added.items()]
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": tokens}))
+    return directory
+
+
+LETTERS = {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "odd"),
+    [
+        ((LETTERS, {}), ({"a": 1, "b": 0}, {}), "'a' is token 1 there and 0 here"),
+        ((LETTERS, {"<start>": 2, "<end>": 3}), (LETTERS, {"<end>": 2, "<start>": 3}), "'<end>' is token 2 there"),
+        ((LETTERS, {"<think>": 2}), (LETTERS, {"<pad>": 2}), "'<think>' is token None there and 2 here"),
+        (([["a", -1.0], ["b", -2.0]], {}), ([["b", -1.0], ["a", -2.0]], {}), "'a' is token 1 there and 0 here"),
+        (([["a", -1.0], ["b", -2.0]], {}), (LETTERS, {}), None),
+        ((LETTERS, {}), (LETTERS, {"<pad>": 2}), None),
+    ],
+)
+def test_tokens_of_other_meaning_are_found(tmp_path, here, there, odd):
+    found = other_token(*(write_tokens(tmp_path / n, v, **a) for n, (v, a) in (("one", here), ("other", there))))
+    assert (found is None) if odd is None else (found or "").startswith(odd)
