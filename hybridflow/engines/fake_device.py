@@ -1,8 +1,9 @@
 """FakeDevice: runs an engine's code on tensors without memory, and counts what it would take on a device.
 
 Floating point tensors are torch's FakeTensors on the device type "cpu" (another needs a build of torch for it), which
-stand for a device's; whole numbers, such as token ids and lengths, are real, since code branches on them. Numbers that
-are read from fake tensors are ones. Collectives are of a process group that has this rank alone.
+stand for a device's; whole numbers, such as token ids and lengths, and what is computed from these alone are real,
+since code branches on them. Numbers that are read from fake tensors are ones. Collectives are of a process group that
+has this rank alone.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class FakeDevice(TorchDispatchMode):
             causal = func.namespace == "torch_attn"  # torch counts all pairs of a sequence
             self.flops += flops(*args, **kwargs, out_val=out) / (2 if causal else 1)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            if type(tensor) in (Tensor, FakeTensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if (key := storage._cdata) not in self._sizes:
                     self._sizes[key] = 0

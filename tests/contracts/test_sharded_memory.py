@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
+from hybridflow.config import FSDP, SGD, Adam, LoRA, Megatron, ZeRO
 from hybridflow.engines.call_estimate import CallRows, estimate_rank
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, fsdp_layout
 from hybridflow.engines.initial_weights import initialise
+from hybridflow.engines.profile import example_rows
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
 from tests.contracts import engine_tasks, state_tasks
@@ -84,21 +85,35 @@ def test_no_rank_ever_holds_the_whole_model(processes, tmp_path, strategy):
 WIDE = ModelSpec(family="llama", hidden=256, intermediate=704, layers=4, heads=4, kv_heads=2, head_dim=64, vocab=1024)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [FSDP(), FSDP(recompute=True), ZeRO(stage=1)],
-    ids=str,
-)
-def test_an_estimate_is_what_a_run_takes(processes, strategy):
-    """Of the peak of a mini-batch, to 5 %: tensors without memory are counted as those with. (Inside a backward
-    pass of ZeRO-2 gloo copies what it sends: 7 % more. Megatron with tp=2 has 11 % more here, and 40 % with recompute.)
-    """
-    strategy, lengths = replace(strategy, micro_tokens=512, dtype="float32"), [(40, 60 + row) for row in range(12)]
-    ran = max(processes.run(2, tasks.training_peak, processes.name(), strategy, 2, WIDE, lengths))
-    calls = {"update": CallRows("training", lengths)}
-    found = estimate_rank("a", 0, strategy.grid(2), strategy, WIDE, Adam(lr=1e-6), calls)["update"]
-    fresh = found.held["gradients"] if isinstance(strategy, FSDP) else 0  # others have them from the start
-    assert found.active + fresh == pytest.approx(ran, rel=0.05)
+RUN: list[Any] = [
+    FSDP(),
+    FSDP(recompute=True),
+    FSDP(tp=2),
+    FSDP(lora=LoRA(rank=8)),
+    ZeRO(stage=1),
+    ZeRO(stage=2),
+    ZeRO(stage=3, recompute=True),
+    Megatron(tp=2),
+    Megatron(tp=2, sequence_parallel=True, recompute=True),
+    Megatron(pp=2),
+    Megatron(lora=LoRA(rank=8)),
+]
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("strategy", RUN, ids=str)
+def test_an_estimate_is_what_a_run_takes(processes, strategy, head):
+    """Of the peak of each call, beside what is held: tensors without memory are counted as those with."""
+    strategy, spec = replace(strategy, micro_tokens=512, dtype="float32"), replace(WIDE, head=head)
+    grid, lengths = strategy.grid(2), [(40, 60 + row) for row in range(12)]
+    rows = example_rows(*zip(*lengths, strict=True), vocab=spec.vocab)
+    args = (processes.name(), strategy, 2, spec, rows, Adam(lr=1e-6))
+    calls = {"infer": CallRows("inference", lengths), "update": CallRows("training", lengths)}
+    for rank, ran in enumerate(processes.run(2, tasks.call_peaks, *args)):
+        found = estimate_rank("a", rank, grid, strategy, spec, Adam(lr=1e-6), calls)
+        for name, one in found.items():
+            assert one.active == pytest.approx(ran[name] - sum(one.held.values()), rel=0.05)
 
 
 def saved(directory: Path, spec: ModelSpec) -> Path:

@@ -237,12 +237,12 @@ def test_the_device_keeps_what_others_have_left_room_for(build):
     engine = build(kv="auto")
     rooms, image = list[float](), engine._image
     for taken in (0.1, 0.95, 0.1):
-        rooms.append(image._room())
+        rooms.append(image._room("auto"))
         engine.sleep()
         torch.empty(int(free() * taken), dtype=torch.uint8, device="cuda")
         torch.cuda.empty_cache()
         engine.wake()
-    rooms.append(image._room())
+    rooms.append(image._room("auto"))
     assert rooms[0] == 0
     assert rooms[1] > 50 * MIB > 0 >= rooms[2]
     assert rooms[3] == pytest.approx(rooms[1], rel=0.05)

@@ -31,6 +31,7 @@ from tests.integration.vllm_scenarios import (
     EOS,
     FAMILIES,
     GREEDY,
+    LACKING,
     PROMPTS,
     RANDOM,
     SCENARIOS,
@@ -312,6 +313,26 @@ def test_keys_and_values_wait_while_the_engine_sleeps(results, name) -> None:
         assert out["offload copied"][0] == out["offload copied"][1] > 0
         assert out["waits"] > out["left"] == 0
         assert [row["token_ids"] for row in out["moved"]] == [row["token_ids"] for row in out["awake"]]
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_rows_are_computed_again_where_one_rank_lacks_memory_for_what_waits(results, name) -> None:
+    """All ranks of a replica choose alike, by the one that has least room, and by the largest of unequal parts."""
+    by_replica: dict[int, list[Any]] = {}
+    for out in results[name].values():
+        by_replica.setdefault(out["replica"], []).append(out["lacking"])
+        found, waiting = out["lacking"], out["waiting"]
+        again = [row["recomputed"] for row in waiting["recompute"]]
+        for case in ("keep sleep", "keep wake", "offload sleep", "offload wake", "room", "unequal", "rescued"):
+            assert [row["token_ids"] for row in found[case]] == [row["token_ids"] for row in waiting["awake"]], case
+        for case in ("keep sleep", "keep wake", "offload sleep", "offload wake", "unequal"):
+            assert [row["recomputed"] for row in found[case]] == again, case
+        assert 0 < sum(row["recomputed"] for row in found["room"]) < sum(again)
+        assert all(row["recomputed"] for row in found["rescued"] if len(row["token_ids"]) > 3)
+        assert found["asleep"]
+    for ranks in by_replica.values():
+        assert [rank.pop("error") for rank in ranks] == ["DeviceMemoryError", "OutOfMemoryError"]
+        assert ranks[0] == ranks[1]
 
 
 def test_a_session_returns_at_its_limits(results) -> None:
