@@ -11,13 +11,16 @@ import torch
 
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import Optimizer, TrainStrategy
 from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.engines.fake_device import FakeDevice
 from hybridflow.engines.profile import example_rows
+from hybridflow.engines.router_replay import ROUTING, replay_sizes
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.models.hf_spec import Decoder
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.topology import RankGrid
 
 
@@ -66,6 +69,8 @@ def estimate_rank(
     device, found = FakeDevice(), dict[str, CallEstimate]()
     with device.rank(role, rank, grid) as context:
         engine = build_engine(context, strategy, spec, UNINITIALIZED, optimizer)
+        if Sizes.of(spec).experts:
+            engine.replay_routing()
         for name, asked in calls.items():
             found[name] = _Counted(device, engine, asked).estimate()
         engine.close()
@@ -73,6 +78,17 @@ def estimate_rank(
         del engine
         gc.collect()
     return found
+
+
+def asked_rows(rows: Sequence[tuple[int, int]], spec: Decoder) -> Batch:
+    """Rows of these numbers of prompt and response tokens, which meet all experts alike."""
+    batch = example_rows(*zip(*rows, strict=True), vocab=spec.vocab)
+    if not Sizes.of(spec).experts:
+        return batch
+    layers, each, count = replay_sizes(spec)
+    tokens = [sum(row) for row in rows]
+    chosen = torch.arange(sum(tokens) * each).remainder(count).view(-1, 1, each).expand(-1, layers, -1)
+    return batch.with_columns(**{ROUTING: Ragged.from_lengths(chosen, tokens)})
 
 
 class _Counted:
@@ -103,7 +119,7 @@ class _Counted:
         """Peak bytes, FLOP and collectives with `count` micro-batches."""
         device, engine = self.device, self.engine
         rows = [self.asked.rows[at] for part in self.parts[:count] for at in part.tolist()]
-        batch: Batch = example_rows(*zip(*rows, strict=True), vocab=engine.spec.vocab)
+        batch = asked_rows(rows, engine.spec)
         device.restart()
         if self.asked.kind == "inference":
             engine.forward(batch, ("log_probs",) if engine.spec.head == "lm" else ("values",))

@@ -17,7 +17,6 @@ from hybridflow.planner.cost.device_memory import DeviceMemory
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
-from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.topology import RankGrid, even_bounds
 from hybridflow.tracing.auto import Given, workload_of
@@ -82,8 +81,7 @@ def estimate_driver(
     placement: Placement | None = None,
 ) -> list[EstimatedCall | str]:
     """Each call of the loop of `driver(*arguments)` that trains or computes on a model, in the layout of `placement`,
-    without one as the driver asks for, on all devices of the cluster; of other calls, and of those that are not
-    estimated (of experts, cp, adapters), a sentence.
+    without one as the driver asks for, on all devices of the cluster; of other calls a sentence.
 
     The driver is traced (`tracing.trace_driver`, also for `models`), and its engines are run on a `FakeDevice`: nothing
     is started, no weight is read, and no memory taken. Errors: ConfigError, those of the trace and of the engines,
@@ -101,25 +99,12 @@ def estimate_driver(
             share = getattr(found.groups[call.group].settings.get("generate"), "memory_fraction", None)
             kept = "" if share is None else f", within VLLM(memory_fraction={share:g}) of the device"
             out[call.name] = f"{call.name}: generation is not run{kept}"
-        elif left_out := _left_out((layout := _layout(found, call, spec, placement, work)).strategy, found, call):
-            out[call.name] = f"{call.name}: is not estimated, no run has shown that it would be right with {left_out}"
         else:
             out[call.name] = ""
-            layouts.setdefault(layout, []).append(call)
+            layouts.setdefault(_layout(found, call, spec, placement, work), []).append(call)
     for layout, calls in layouts.items():
         out |= {one.name: one for one in _estimated(found, layout, calls, spec, work)}
     return list(out.values())
-
-
-def _left_out(strategy: Any, found: Trace, call: Call) -> str:
-    """What the engines branch on by values, which are made up here, or what no test holds to a run."""
-    model = found.graph.models[call.group]
-    kinds = {
-        "experts": model is not None and Sizes.of(model).experts > 0,
-        "cp": getattr(strategy, "cp", 1) > 1,
-        "lora": getattr(strategy, "lora", None) is not None,
-    }
-    return " and ".join(kind for kind, there in kinds.items() if there)
 
 
 def _layout(found: Trace, call: Call, spec: ClusterSpec, placement: Placement | None, work: Workload) -> _Layout:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from hybridflow.engines.router_replay import ROUTING
 from tests.contracts.engine_tasks import build, share
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World, threads
@@ -133,6 +134,8 @@ def call_peaks(
     """The most bytes that tensors of this rank have at a time while it trains, and while it computes."""
     with (seen := Storages()).counting():
         engine = build(world, name, strategy, size, None, spec.head, optimizer, spec=spec)
+        if ROUTING in rows:
+            engine.replay_routing()
         loss: Any = policy_loss() if spec.head == "lm" else value_loss()
         seen.restart()
         engine.forward(rows, ("log_probs",) if spec.head == "lm" else ("values",))

@@ -15,15 +15,16 @@ import torch
 from safetensors.torch import save_file
 
 from hybridflow.config import FSDP, SGD, Adam, LoRA, Megatron, ZeRO
-from hybridflow.engines.call_estimate import CallRows, estimate_rank
+from hybridflow.engines.call_estimate import CallRows, asked_rows, estimate_rank
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, fsdp_layout
 from hybridflow.engines.initial_weights import initialise
-from hybridflow.engines.profile import example_rows
 from hybridflow.errors import ModelError
+from hybridflow.models.hf_spec import spec_of_config
 from hybridflow.models.spec import ModelSpec
 from tests.contracts import engine_tasks, state_tasks
 from tests.contracts import sharded_tasks as tasks
 from tests.contracts.example_models import make_model, spec_of
+from tests.contracts.family_cases import config
 from tests.contracts.test_optimizer_moves import check_moves
 
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
@@ -89,31 +90,42 @@ RUN: list[Any] = [
     FSDP(),
     FSDP(recompute=True),
     FSDP(tp=2),
+    FSDP(cp=2),
     FSDP(lora=LoRA(rank=8)),
     ZeRO(stage=1),
     ZeRO(stage=2),
     ZeRO(stage=3, recompute=True),
     Megatron(tp=2),
-    Megatron(tp=2, sequence_parallel=True, recompute=True),
+    Megatron(tp=2, recompute=True),
     Megatron(pp=2),
+    Megatron(cp=2),
     Megatron(lora=LoRA(rank=8)),
 ]
+MIXTURE = spec_of_config(
+    config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, num_hidden_layers=4, num_experts=8).to_dict(), "lm"
+)
+MIXTURES: list[Any] = [FSDP(), Megatron(tp=2), Megatron(ep=2)]
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("strategy", RUN, ids=str)
-def test_an_estimate_is_what_a_run_takes(processes, strategy, head):
-    """Of the peak of each call, beside what is held: tensors without memory are counted as those with."""
-    strategy, spec = replace(strategy, micro_tokens=512, dtype="float32"), replace(WIDE, head=head)
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize(
+    ("strategy", "spec"),
+    [(one, replace(WIDE, head=head)) for one in RUN for head in ("lm", "value")] + [(one, MIXTURE) for one in MIXTURES],
+    ids=lambda one: str(one) if isinstance(one, FSDP | Megatron | ZeRO) else f"{one.family} {one.head}",
+)
+def test_an_estimate_is_what_a_run_takes(processes, strategy, spec):
+    """Of the peak of each call, to 5 %: tensors without memory are counted as those with. Of dense models beside what
+    is held; mixtures compute in 16 bits, in which the device's kernel of attention keeps less than the host's."""
+    dense = spec is not MIXTURE
+    strategy = replace(strategy, micro_tokens=512, dtype="float32" if dense else "bfloat16")
     grid, lengths = strategy.grid(2), [(40, 60 + row) for row in range(12)]
-    rows = example_rows(*zip(*lengths, strict=True), vocab=spec.vocab)
-    args = (processes.name(), strategy, 2, spec, rows, Adam(lr=1e-6))
+    args = (processes.name(), strategy, 2, spec, asked_rows(lengths, spec), Adam(lr=1e-6))
     calls = {"infer": CallRows("inference", lengths), "update": CallRows("training", lengths)}
     for rank, ran in enumerate(processes.run(2, tasks.call_peaks, *args)):
         found = estimate_rank("a", rank, grid, strategy, spec, Adam(lr=1e-6), calls)
         for name, one in found.items():
-            assert one.active == pytest.approx(ran[name] - sum(one.held.values()), rel=0.05)
+            held = sum(one.held.values()) if dense else 0
+            assert one.peak - held == pytest.approx(ran[name] - held, rel=0.05)
 
 
 def saved(directory: Path, spec: ModelSpec) -> Path:

@@ -41,7 +41,7 @@ class CachePricing:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, cost: Cost, ranks: int, weights: int) -> None:
         spec, name = _device_spec(device), str(dtype).removeprefix("torch.")
-        self.prices = CachePrices.of(spec, DEFAULT, weights)
+        self.prices = CachePrices.of(spec.bandwidth * DEFAULT.memory, spec.host, weights)
         self._cost, self._rate = cost, spec.peak(name) * DEFAULT.compute * ranks  # type: ignore[arg-type]
 
     def rows(self, tokens: Collection[int], nbytes: Iterable[int]) -> list[CachedRow]:
