@@ -43,7 +43,7 @@ SCENARIOS: dict[str, tuple[list[int], tuple[int, int, int], int, int, str]] = {
     "qwen2": ([0], (1, 1, 1), 1, 1, "qwen2"),
     "qwen3": ([1], (1, 1, 1), 1, 1, "qwen3"),
 }
-LACKING = ("p2t2-p2t1", "p1t4-p1t2")  # whose last rank of a replica lacks memory
+LACKING = ("p2t2-p2t1", "d4-p1t2")  # whose last rank of a replica lacks memory
 
 
 def save_model(family: str, directory: Path) -> None:
