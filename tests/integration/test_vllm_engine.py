@@ -315,7 +315,7 @@ def test_keys_and_values_wait_while_the_engine_sleeps(results, name) -> None:
         assert [row["token_ids"] for row in out["moved"]] == [row["token_ids"] for row in out["awake"]]
 
 
-@pytest.mark.parametrize("name", LACKING)
+@cases(lambda name: name in LACKING)
 def test_rows_are_computed_again_where_one_rank_lacks_memory_for_what_waits(results, name) -> None:
     """All ranks of a replica choose alike, by the one that has least room, and by the largest of unequal parts."""
     by_replica: dict[int, list[Any]] = {}
