@@ -93,7 +93,7 @@ class Storages(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+            if type(tensor) is Tensor and not tensor.is_meta:  # subclasses wrap others
                 storage = tensor.untyped_storage()
                 if (key := storage._cdata) not in self._sizes:
                     self._sizes[key] = 0

@@ -23,6 +23,7 @@ from hybridflow.engines.vllm.layout import stage_layers
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.tracing.estimate import generation_bytes
 from tests.contracts.rank_processes import forking
 from tests.integration.session_scenarios import PROMPTS as SESSION_PROMPTS
 from tests.integration.turn_scenarios import check as check_turns
@@ -167,6 +168,15 @@ def test_storage_is_covered_and_the_training_process_left_as_it_was(results, nam
         assert out["segments"] == []  # also while it runs: a killed process leaves none
         padding = 58 * 128 * (1 if family == "qwen3" or p_g == 2 else 2)  # at most this much is nowhere in the layout
         assert 0 <= out["stored"] - out["covered"] <= padding
+
+
+@cases()
+def test_an_estimate_of_generation_has_its_bytes(results, root, name) -> None:
+    _, _, p_g, t_g, family = SCENARIOS[name]
+    spec, ranks = ModelSpec.from_checkpoint(root / family), results[name].values()
+    weights, cache = generation_bytes(VLLM(tp=t_g, pp=p_g), spec, "float32")
+    assert weights == 4 * max(out["covered"] for out in ranks)
+    assert {out["token bytes"] for out in ranks} == {cache}
 
 
 def test_layers_are_divided_as_vllm_divides_them(results) -> None:

@@ -203,6 +203,7 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     }
     out["covered"] = sum(region.box.numel for region in engine.layout().regions(context.rank))
     out["stored"] = sum(tensor.numel() for tensor in engine.storage().values())
+    out["token bytes"] = engine._image._block_bytes // engine._alive().vllm_config.cache_config.block_size
     dist.barrier(context.groups.everyone())
     out["ident"] = engine._groups.ident
     out["segments"] = [str(p) for p in Path("/dev/shm").glob(f"*{engine._groups.ident}*")]
