@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,13 +11,16 @@ import torch
 
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import Optimizer, TrainStrategy
 from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.engines.fake_device import FakeDevice
 from hybridflow.engines.profile import example_rows
+from hybridflow.engines.router_replay import ROUTING, replay_sizes
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.models.hf_spec import Decoder
+from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.topology import RankGrid
 
 
@@ -67,6 +69,8 @@ def estimate_rank(
     device, found = FakeDevice(), dict[str, CallEstimate]()
     with device.rank(role, rank, grid) as context:
         engine = build_engine(context, strategy, spec, UNINITIALIZED, optimizer)
+        if Sizes.of(spec).experts:
+            engine.replay_routing()
         for name, asked in calls.items():
             found[name] = _Counted(device, engine, asked).estimate()
         engine.close()
@@ -76,23 +80,33 @@ def estimate_rank(
     return found
 
 
+def asked_rows(rows: Sequence[tuple[int, int]], spec: Decoder) -> Batch:
+    """Rows of these numbers of prompt and response tokens, which meet all experts alike."""
+    batch = example_rows(*zip(*rows, strict=True), vocab=spec.vocab)
+    if not Sizes.of(spec).experts:
+        return batch
+    layers, each, count = replay_sizes(spec)
+    tokens = [sum(row) for row in rows]
+    chosen = torch.arange(sum(tokens) * each).remainder(count).view(-1, 1, each).expand(-1, layers, -1)
+    return batch.with_columns(**{ROUTING: Ragged.from_lengths(chosen, tokens)})
+
+
 class _Counted:
-    """Runs a call on the rows of some of its micro-batches."""
+    """Runs a call on the rows of the largest of its micro-batches."""
 
     def __init__(self, device: FakeDevice, engine: TrainEngine, asked: CallRows) -> None:
         self.device, self.engine, self.asked = device, engine, asked
-        tokens = [prompt + response for prompt, response in asked.rows]
-        self.total = len(engine.tokens.split.rows(torch.tensor(tokens)))
+        tokens = torch.tensor([prompt + response for prompt, response in asked.rows])
+        self.parts = sorted(engine.tokens.split.rows(tokens), key=lambda rows: -int(tokens[rows].sum()))
         self.held: dict[str, int] = {}
         self.loss: Any = policy_loss() if engine.spec.head == "lm" else value_loss()
 
     def estimate(self) -> CallEstimate:
-        few, many = self.engine.grid.p, 2 * self.engine.grid.p
-        part = min(1.0, many / self.total)
-        peak, flops, collectives = self._run(part)
-        if part < 1:  # the difference of two passes is what more micro-batches would add
-            more = (self.total - many) / few
-            _, less, before = self._run(few / self.total)
+        few, many, total = self.engine.grid.p, 2 * self.engine.grid.p, len(self.parts)
+        peak, flops, collectives = self._run(many)
+        if many < total:  # the difference of two passes is what more micro-batches would add
+            more = (total - many) / few
+            _, less, before = self._run(few)
             flops += more * (flops - less)
             for kind, (count, size) in list(collectives.items()):
                 fewer, smaller = before.get(kind, (0.0, 0.0))
@@ -101,11 +115,11 @@ class _Counted:
         found = {kind: (times * count, times * size) for kind, (count, size) in collectives.items()}
         return CallEstimate(dict(self.held), peak - sum(self.held.values()), times * flops, found)
 
-    def _run(self, share: float) -> tuple[int, float, dict[str, tuple[float, float]]]:
-        """Peak bytes, FLOP and collectives with this share of the rows."""
+    def _run(self, count: int) -> tuple[int, float, dict[str, tuple[float, float]]]:
+        """Peak bytes, FLOP and collectives with `count` micro-batches."""
         device, engine = self.device, self.engine
-        rows = sorted(self.asked.rows, key=sum, reverse=True)[: max(1, math.ceil(share * len(self.asked.rows)))]
-        batch: Batch = example_rows(*zip(*rows, strict=True), vocab=engine.spec.vocab)
+        rows = [self.asked.rows[at] for part in self.parts[:count] for at in part.tolist()]
+        batch = asked_rows(rows, engine.spec)
         device.restart()
         if self.asked.kind == "inference":
             engine.forward(batch, ("log_probs",) if engine.spec.head == "lm" else ("values",))

@@ -1,8 +1,9 @@
 """FakeDevice: runs an engine's code on tensors without memory, and counts what it would take on a device.
 
 Floating point tensors are torch's FakeTensors on the device type "cpu" (another needs a build of torch for it), which
-stand for a device's; whole numbers, such as token ids and lengths, are real, since code branches on them. Numbers that
-are read from fake tensors are ones. Collectives are of a process group that has this rank alone.
+stand for a device's; whole numbers, such as token ids and lengths, and what is computed from these alone are real,
+since code branches on them. Numbers that are read from fake tensors are ones. Collectives are of a process group that
+has this rank alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hybridflow.engines import attention
 from hybridflow.engines.process_groups import Meeting, ProcessGroups, RankContext
+from hybridflow.engines.router_replay import RouterReplay
 from hybridflow.errors import ConfigError
 from hybridflow.topology import RankGrid
 
@@ -32,6 +34,13 @@ aten: Any = torch.ops.aten
 _KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
 _KINDS |= {"alltoall": "all-to-all", "broadcast": "broadcast", "send": "send", "recv": "receive"}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def _product(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> float:
+    return 2.0 * a.numel() * out_val.shape[-1]
+
+
+_FLOPS = {torch.ops.mkldnn._linear_pointwise: _product, aten._grouped_mm: _product}  # torch does not count these
 
 
 class FakeDevice(TorchDispatchMode):
@@ -65,6 +74,8 @@ class FakeDevice(TorchDispatchMode):
             like, dtype = tensors[0], kwargs.get("dtype")
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device="meta")
         out = self._made(func, args, kwargs) if _makes(tensors, kwargs) else func(*args, **kwargs)
+        if func is torch.ops.c10d._allgather_base_.default and not fake:  # numbers, which all ranks say alike
+            args[0].view(-1, args[1].numel()).copy_(args[1].view(-1))
         self._count(func, args, kwargs, out, fake)
         return out
 
@@ -81,11 +92,12 @@ class FakeDevice(TorchDispatchMode):
             sizes = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args]
             number, size = self.collectives[kind]
             self.collectives[kind] = number + 1, size + max(sizes)
-        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+        packet = func._overloadpacket
+        if (flops := _FLOPS.get(packet) or flop_registry.get(packet)) is not None:
             causal = func.namespace == "torch_attn"  # torch counts all pairs of a sequence
             self.flops += flops(*args, **kwargs, out_val=out) / (2 if causal else 1)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            if type(tensor) in (Tensor, FakeTensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if (key := storage._cdata) not in self._sizes:
                     self._sizes[key] = 0
@@ -117,6 +129,8 @@ class FakeDevice(TorchDispatchMode):
             with ExitStack() as within:
                 within.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
                 within.enter_context(patch.object(attention, "has_flash_kernels", lambda device: True))
+                within.enter_context(patch.object(dist, "all_gather_object", _said_alike))
+                within.enter_context(patch.object(RouterReplay, "__call__", _forced))
                 groups = _FakeGroups(FakeStore(), role, range(grid.size), rank, device)
                 within.enter_context(self)
                 yield RankContext(role, rank, grid, device, groups)
@@ -130,8 +144,23 @@ def _makes(tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
     return all(tensor.is_meta for tensor in tensors) and str(device) != "meta" and not (tensors and device is None)
 
 
+def _said_alike(everyone: list[Any], mine: Any, group: Any = None) -> None:
+    """All ranks say what this one says."""
+    everyone[:] = [mine] * len(everyone)
+
+
+def _forced(replay: RouterReplay, chosen_Tk: Tensor) -> Tensor:
+    """Code branches on the experts of tokens: those that rows say, and the first one of tokens that fill rows up."""
+    assert replay.forced is not None
+    return replay.forced.to(chosen_Tk.dtype).clamp(min=0)
+
+
 class _Alone(Meeting):
     """The others do not exist."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self.store = store
 
     def enter(self, name: str, rank: int, members: int, seconds: float, says: str = "") -> list[bytes]:
         return []

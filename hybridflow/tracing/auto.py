@@ -124,6 +124,7 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
         raise ConfigError(f"workload has no {unknown[0]!r}.{nearest(unknown[0], Workload.__dataclass_fields__)}")
     drawn = found.sampled
     engines = (group.settings.get("generate") for group in found.groups.values())
+    streams = [found.groups[call.group].settings["generate"] for call in found.graph.calls if call.continuous]
     trains = [group.settings["train"] for group in found.groups.values() if group.settings.get("optim") is not None]
     # processors have no fast 16-bit arithmetic, and the engines compute in float32 there
     fields: dict[str, Any] = {
@@ -133,6 +134,7 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
         "response": Lengths.of((drawn and drawn.max_tokens) or _RESPONSE),
         "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
         "cuda_graphs": not any(engine.eager for engine in engines if engine is not None),
+        "kv": streams[0].kv if streams else "recompute",
     }
     if trains:  # the driver's own choice: the first group's, for all groups
         fields |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}

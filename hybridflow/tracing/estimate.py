@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridflow.config import VLLM, DType
 from hybridflow.engines.call_estimate import CallEstimate, CallRows, estimate_rank
+from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.engines.worker_spec import spec_of
 from hybridflow.errors import PlacementError
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import GIB, Placement
 from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import DeviceMemory
+from hybridflow.planner.cost.hardware import BYTES
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
@@ -82,8 +87,7 @@ def estimate_driver(
     placement: Placement | None = None,
 ) -> list[EstimatedCall | str]:
     """Each call of the loop of `driver(*arguments)` that trains or computes on a model, in the layout of `placement`,
-    without one as the driver asks for, on all devices of the cluster; of other calls, and of those that are not
-    estimated (of experts, cp, adapters), a sentence.
+    without one as the driver asks for, on all devices of the cluster; of other calls a sentence.
 
     The driver is traced (`tracing.trace_driver`, also for `models`), and its engines are run on a `FakeDevice`: nothing
     is started, no weight is read, and no memory taken. Errors: ConfigError, those of the trace and of the engines,
@@ -98,28 +102,36 @@ def estimate_driver(
         if found.graph.models.get(call.group) is None or call.kind == "function":
             out[call.name] = f"{call.name}: a function, without a model on the devices"
         elif call.kind == "generation":
-            share = getattr(found.groups[call.group].settings.get("generate"), "memory_fraction", None)
-            kept = "" if share is None else f", within VLLM(memory_fraction={share:g}) of the device"
-            out[call.name] = f"{call.name}: generation is not run{kept}"
-        elif left_out := _left_out((layout := _layout(found, call, spec, placement, work)).strategy, found, call):
-            out[call.name] = f"{call.name}: is not estimated, no run has shown that it would be right with {left_out}"
+            given = found.groups[call.group].settings
+            settings = given if placement is None else apply_placement(placement.groups[call.group], given)
+            how, model = settings.get("generate"), found.graph.models[call.group]
+            out[call.name] = f"{call.name}: generation is not run{_generating(how, model, work)}"
         else:
             out[call.name] = ""
-            layouts.setdefault(layout, []).append(call)
+            layouts.setdefault(_layout(found, call, spec, placement, work), []).append(call)
     for layout, calls in layouts.items():
         out |= {one.name: one for one in _estimated(found, layout, calls, spec, work)}
     return list(out.values())
 
 
-def _left_out(strategy: Any, found: Trace, call: Call) -> str:
-    """What the engines branch on by values, which are made up here, or what no test holds to a run."""
-    model = found.graph.models[call.group]
-    kinds = {
-        "experts": model is not None and Sizes.of(model).experts > 0,
-        "cp": getattr(strategy, "cp", 1) > 1,
-        "lora": getattr(strategy, "lora", None) is not None,
-    }
-    return " and ".join(kind for kind, there in kinds.items() if there)
+def _generating(how: Any, model: Decoder | None, work: Workload) -> str:
+    if not isinstance(how, VLLM):
+        return ""
+    share = f", within VLLM(memory_fraction={how.memory_fraction:g}) of the device"
+    if not isinstance(model, ModelSpec):
+        return share
+    weights, cache = generation_bytes(how, model, work.dtype)
+    return (
+        f"; its weights take {weights / GIB:.3g} GiB, and keys and values {1024 * cache / GIB:.3g} GiB of each 1,024 "
+        f"tokens{share}"
+    )
+
+
+def generation_bytes(how: VLLM, model: ModelSpec, dtype: DType) -> tuple[int, int]:
+    """Of weights on the rank with most, and of a token's keys and values."""
+    size, layout = BYTES[how.dtype or dtype], vllm_layout(model, RankGrid(how.pp, how.tp).generation(how.pp, how.tp))
+    weights = max(sum(region.box.numel for region in layout.regions(rank)) for rank in range(layout.ranks))
+    return size * weights, 2 * size * -(-model.layers // how.pp) * round(Sizes.of(model).keys_on(how.tp))
 
 
 def _layout(found: Trace, call: Call, spec: ClusterSpec, placement: Placement | None, work: Workload) -> _Layout:

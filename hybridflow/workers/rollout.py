@@ -108,7 +108,7 @@ class RolloutWorker(RowSession, Worker):
         del alone
         with self.resident():
             if self.engine.asleep:
-                self.engine.together(self.engine.wake)
+                self.engine.wake()
             with self.context.stage("generation"):
                 yield self.rollout
 

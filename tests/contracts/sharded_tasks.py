@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from hybridflow.algorithms.registry import policy_loss
+from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.config import Adam
-from hybridflow.engines.profile import example_rows
+from hybridflow.engines.router_replay import ROUTING
 from tests.contracts.engine_tasks import build, share
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World, threads
@@ -74,23 +79,74 @@ def peak_bytes(world: World, name: str, strategy: Any, size: int, path: Path, sp
     return found
 
 
-def training_peak(
-    world: World, name: str, strategy: Any, size: int, spec: Any, lengths: Sequence[tuple[int, int]]
-) -> int:
-    """The most memory that the allocator gave at a time while a mini-batch was computed, beside what was there: the
-    least of several, since a message that waits for the other rank keeps its buffers for longer."""
-    engine = build(world, name, strategy, size, None, spec.head, Adam(lr=1e-6), spec=spec)
-    rows, loss = example_rows(*zip(*lengths, strict=True), vocab=spec.vocab), policy_loss()
-    peaks = list[int]()
-    for _ in range(6):
+class Storages(TorchDispatchMode):
+    """Bytes of all tensors that operations make, `held` now and at their `peak` since `restart`. (The allocator's own
+    count has gloo's copies, too, which stay for as long as a message waits for the other rank.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.held = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if type(tensor) is Tensor and not tensor.is_meta:  # subclasses wrap others
+                storage = tensor.untyped_storage()
+                if (key := storage._cdata) not in self._sizes:
+                    self._sizes[key] = 0
+                    weakref.finalize(storage, self._forget, key)
+                    self._note(key, storage.nbytes())
+        return out
+
+    def _note(self, key: int, size: int) -> None:
+        self.held += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.held)
+
+    def _forget(self, key: int) -> None:
+        self._note(key, 0)
+        del self._sizes[key]
+
+    def restart(self) -> None:
         gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            engine.forward_backward(rows, loss, loss.outputs)
-        peaks.append(_peak(seen))
+        self.peak = self.held
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Storages change their sizes beside operations."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._note(storage._cdata, storage.nbytes())
+
+        with patch.object(torch.UntypedStorage, "resize_", resized), self:
+            yield
+
+
+def call_peaks(
+    world: World, name: str, strategy: Any, size: int, spec: Any, rows: Batch, optimizer: Any
+) -> dict[str, int]:
+    """The most bytes that tensors of this rank have at a time while it trains, and while it computes."""
+    with (seen := Storages()).counting():
+        engine = build(world, name, strategy, size, None, spec.head, optimizer, spec=spec)
+        if ROUTING in rows:
+            engine.replay_routing()
+        loss: Any = policy_loss() if spec.head == "lm" else value_loss()
+        seen.restart()
+        engine.forward(rows, ("log_probs",) if spec.head == "lm" else ("values",))
+        found = {"infer": seen.peak}
+        seen.restart()
+        engine.forward_backward(rows, loss, loss.outputs)
         engine.step()
-    engine.context.groups.close()
-    engine.close()
-    return min(peaks[1:])  # the first one makes what stays
+        found["update"] = seen.peak
+        engine.context.groups.close()
+        engine.close()
+    return found
 
 
 def _peak(seen: Any, mapped: Collection[int] = ()) -> int:

@@ -271,24 +271,36 @@ def addresses(*engines: Any) -> list[int]:
 
 
 def copied_adapters(world: World, name: str, strategy: Any, size: int, path: Path, head: str) -> int:
-    """An update of adapters (and of a value head) copies what it has changed, also after they were merged; returns the
-    bytes of that."""
+    """Calls that compute copy the weights in, and updates of adapters (and of a value head) copy out what they have
+    changed, also after adapters were merged; returns the bytes of that beside the optimizer's. Nothing is allocated
+    after the first offload."""
     engine = build(world, name, strategy, size, path, head, ADAM)
     rows, loss = share(make_batch(), engine.grid, world.rank), loss_of(head)
+    whole, left = engine.resident_bytes(), list[int]()
     engine.offload(STATES)
-    for _ in range(2):
+    images = addresses(engine)
+    for _ in range(3):
+        before = engine.copied_bytes()
+        engine.reload(PARAMETERS)
+        engine.forward(rows, ("log_probs",) if head == "lm" else ("values",))
+        engine.offload(STATES)
+        assert moved(engine, before) == (whole["parameters"], 0)
+        before = engine.copied_bytes()
         engine.reload(STATES)
-        before, whole = engine.copied_bytes(), engine.resident_bytes()
         engine.forward_backward(rows, loss, loss.outputs)
         engine.step(leaving=True)
         engine.storage()
         engine.adapters.merge()
         engine.adapters.restore()
         engine.offload(STATES)
-    left = moved(engine, before)[1] - whole["optimizer"]
+        came, gone = moved(engine, before)
+        assert came == whole["parameters"] + whole["optimizer"]
+        left.append(gone - whole["optimizer"])
+    assert addresses(engine) == images
     engine.context.groups.close()
-    assert 0 <= left < whole["parameters"] / 2
-    return left
+    assert len(set(left)) == 1
+    assert 0 <= left[0] < whole["parameters"] / 2
+    return left[0]
 
 
 def moved(engine: Any, before: tuple[int, int]) -> tuple[int, ...]:

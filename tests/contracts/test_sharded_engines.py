@@ -5,12 +5,13 @@ One set of four gloo processes serves the whole file (see conftest.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridflow.config import FSDP, SGD, Adam, LoRA, ZeRO
+from hybridflow.config import FSDP, SGD, Adam, LoRA, Megatron, ZeRO
 from tests.contracts import engine_tasks as tasks
 from tests.contracts import state_tasks
 from tests.contracts.example_models import make_batch, relative, spec_of
@@ -227,8 +228,10 @@ def test_memory_comes_back_and_only_what_changed_is_copied(processes, models, ta
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_only_adapters_and_heads_are_copied_after_an_update(processes, models, head):
-    strategy = FSDP(lora=LoRA(rank=2), **SMALL)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", [FSDP(**SMALL), Megatron(tp=2, **SMALL)], ids=str)
+def test_only_adapters_and_heads_are_copied_after_an_update(processes, models, strategy, dtype, head):
+    strategy = replace(strategy, lora=LoRA(rank=2), dtype=dtype)
     left = processes.run(2, state_tasks.copied_adapters, processes.name(), strategy, 2, models["llama", head], head)
     assert (sum(left) > 0) == (head == "value")
 

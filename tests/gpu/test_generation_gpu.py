@@ -233,19 +233,30 @@ def test_keys_and_values_wait_in_memory_of_the_device_or_of_the_host(build, eage
 
 
 def test_the_device_keeps_what_others_have_left_room_for(build):
-    """How much they need is known once they have had the device; then the planner's constants decide."""
-    engine = build(kv="auto")
+    """How much they need is known once they have had the device; then the planner's constants decide, and "keep" keeps
+    what has room, all else is computed again."""
+    engine, prompts = build(kv="auto"), make_prompts(6)["prompt_ids"].tolist()
     rooms, image = list[float](), engine._image
+    assert image._room("keep") > 50 * MIB
     for taken in (0.1, 0.95, 0.1):
-        rooms.append(image._room())
+        rooms.append(image._room("auto"))
         engine.sleep()
         torch.empty(int(free() * taken), dtype=torch.uint8, device="cuda")
         torch.cuda.empty_cache()
         engine.wake()
-    rooms.append(image._room())
+    rooms.append(image._room("auto"))
     assert rooms[0] == 0
     assert rooms[1] > 50 * MIB > 0 >= rooms[2]
-    assert rooms[3] == pytest.approx(rooms[1], rel=0.05)
+    assert rooms[3] == pytest.approx(rooms[1], rel=0.05) == image._room("keep")
+    engine.submit(engine.new_rows(prompts, replace(DRAWN, max_tokens=8), range(6)))
+    engine.advance(hf.Until(steps=4))
+    assert image._beside is not None
+    image._beside += int(rooms[3]) + 2 * image._block_bytes  # room for less than nothing
+    engine.sleep("keep")
+    assert engine.cache_bytes == 0
+    engine.wake()
+    engine.advance()
+    assert all(row.recomputed for row in engine.take())
 
 
 def test_a_cache_is_written_once_when_it_wakes(build, monkeypatch):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from hybridflow.config import KV, Sampling, Until
 from hybridflow.engines.contract import Row
+from hybridflow.engines.vllm import cache_image
+from hybridflow.engines.vllm import engine as vllm_engine
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import HybridFlowError
 from hybridflow.planner.cost.cache_places import CachedRow, CachePrices
@@ -89,6 +96,57 @@ def asleep(engine: VLLMEngine) -> dict[str, Any]:
     out["left"] = engine.cache_bytes
     engine.wake()
     return out | {"moved": continued(engine, plain(rows))}
+
+
+class ByBytes:
+    """Copying a row of two layers takes longer than computing it, copying one of one layer does not."""
+
+    prices = CachePrices(offload=1.0, keep=2.0)
+
+    def __init__(self, layer_bytes: int) -> None:
+        self._layer_bytes = layer_bytes
+
+    def rows(self, tokens: Collection[int], nbytes: Iterable[int]) -> list[CachedRow]:
+        return [CachedRow(size, 1.5 * self._layer_bytes) for _, size in zip(tokens, nbytes, strict=True)]
+
+
+def lacking(engine: VLLMEngine) -> dict[str, Any]:
+    """All rows with a sleep after every step, where the last rank of the replica lacks memory for what waits; and a
+    wake that fails there. Rows of a pipeline's ranks have unequal sizes."""
+    image, groups, out = engine._image, engine._groups, dict[str, Any]()
+    last = groups.rank == len(groups.members) - 1
+
+    def fails(module: ModuleType, name: str) -> Any:
+        error = torch.OutOfMemoryError("CUDA out of memory")
+        return patch.object(module, name, side_effect=error) if last else nullcontext()
+
+    def rest(kv: KV, falls: str) -> None:
+        with fails(cache_image, "to_device") if falls == "sleep" else nullcontext():
+            engine.sleep(kv)
+        with fails(cache_image, "to_device") if falls == "wake" else nullcontext():
+            engine.wake()
+
+    kinds: tuple[KV, ...] = ("keep", "offload")
+    for kv in kinds:
+        for falls in ("sleep", "wake"):
+            out[f"{kv} {falls}"] = stepped(engine, new_rows(engine), partial(rest, kv, falls))
+    row = len(image._views) * image._views[0][0].nbytes
+    with patch.object(image, "_room", lambda kv: 2.5 * row if last else 100.0 * row):
+        out["room"] = stepped(engine, new_rows(engine), partial(rest, "keep", ""))
+    image._pricing = ByBytes(image._views[0][0].nbytes)  # type: ignore[assignment]
+    out["unequal"] = stepped(engine, new_rows(engine), partial(rest, "auto", ""))
+    engine.submit(new_rows(engine))
+    engine.advance(Until(steps=3))
+    engine.sleep("offload")
+    with fails(vllm_engine, "zero_pages"):
+        try:
+            engine.wake()
+        except RuntimeError as error:
+            out["error"] = type(error).__name__
+    out["asleep"] = engine.asleep
+    engine.wake()
+    engine.advance()
+    return out | {"rescued": plain(engine.take())}
 
 
 def several_ranks(engine: VLLMEngine, path: Path) -> dict[str, Any]:

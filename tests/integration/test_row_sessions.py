@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +14,10 @@ import torch
 
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import LaterBatch
-from hybridflow.errors import BatchError, ConfigError, MissingColumnError, ProtocolError, WorkerError
+from hybridflow.errors import BatchError, ConfigError, HostLostError, MissingColumnError, ProtocolError, WorkerError
 from hybridflow.protocols.operation import register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from tests.integration.resuming_driver import process_of
 from tests.tiny_models import make_prompts, make_rows
 
 SAMPLING = hf.Sampling(max_tokens=12, seed=5, n=2, ignore_eos=True)
@@ -206,15 +209,17 @@ def test_a_replica_gives_its_kv_cache_back_when_its_rows_have_left(rollout, prom
 KINDS: tuple[Any, ...] = ("recompute", "keep", "offload", "auto")
 
 
-def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, policy, prompts):
-    """An update between two parts of a session: without effect on the weights all kinds give the rows of one call; with
-    one, keys and values that stayed give the same wherever they waited. Rows of less than a block are computed again
-    by "auto"."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, policy, prompts, tp):
+    """Of two replicas, and of one on both devices. An update between two parts of a session: without effect on the
+    weights all kinds give the rows of one call; with one, keys and values that stayed give the same wherever they
+    waited. Rows of less than a block are computed again by "auto"."""
     found: dict[tuple[Any, float, bool], Rows] = {}
     cases = [(lr, greedy) for lr in (0.0, 0.5) for greedy in (False, True)]
     given = {"model": policy, "train": hf.Megatron(tp=2), "optim": hf.SGD(lr=0.0)}
     for kv in KINDS:
-        group = hf.ActorWorker.on(hosts[4:6], name="waits", **given, generate=hf.VLLM(sampling=SAMPLING, kv=kv))
+        generate = hf.VLLM(tp=tp, sampling=SAMPLING, kv=kv)
+        group = hf.ActorWorker.on(hosts[4:6], name="waits", **given, generate=generate)
         try:
             for lr, greedy in cases:
                 group.set_optimizer(lr=lr).get()
@@ -236,6 +241,32 @@ def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, poli
         assert found["auto", *case] == found["recompute", *case]
         assert same(found["recompute", *case], found["keep", *case]) == (case[0] == 0.0)
     assert {len(set(row["policy_version"])) for row in found["keep", 0.5, True].values()} == {2}
+
+
+@pytest.mark.parametrize(("tp", "kv"), [(1, "offload"), (2, "keep")])
+def test_rows_continue_from_copies_after_a_lost_host(hosts, policy, prompts, settle, tp, kv):
+    """What waited for them is lost with it: keys and values of all tokens are computed again, and the tokens are those
+    of rows that were not interrupted."""
+    given: dict[str, Any] = {"model": policy, "train": hf.Megatron(tp=2), "optim": hf.SGD(lr=0.0)}
+    given["generate"] = hf.VLLM(tp=tp, sampling=SAMPLING, kv=kv)
+    with hf.ResourcePool([2]) as pool:
+        group = hf.ActorWorker.on(pool, name="lost", **given)
+        group.advance_rows(prompts, until=hf.Until(steps=6)).get()
+        _ = group.update_actor(make_rows(4)).get()
+        copies = [row for rows in group.withdraw_rows(keep=True).get() for row in rows]
+        os.kill(process_of(pool.hosts[1]), signal.SIGKILL)
+        with pytest.raises(HostLostError):
+            group.advance_rows(until=hf.Until(rows=100)).get().get()
+        settle()
+    group = hf.ActorWorker.on(hosts[4:6], name="found", **given)
+    try:
+        wanted = whole(group, prompts)
+        assert len(copies) == len(prompts) * SAMPLING.n
+        rows = group.advance_rows(rows=copies, replica=0, until=hf.Until(rows=100)).get().get()
+        assert rows["recomputed_tokens"].tolist() == [len(ids) + 6 for ids in rows["prompt_ids"].tolist()]
+        assert same(rows_of(rows), wanted)
+    finally:
+        group.close()
 
 
 @pytest.mark.parametrize("kv", ["recompute", "offload"])

@@ -23,6 +23,7 @@ from hybridflow.engines.vllm.layout import stage_layers
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.tracing.estimate import generation_bytes
 from tests.contracts.rank_processes import forking
 from tests.integration.session_scenarios import PROMPTS as SESSION_PROMPTS
 from tests.integration.turn_scenarios import check as check_turns
@@ -31,6 +32,7 @@ from tests.integration.vllm_scenarios import (
     EOS,
     FAMILIES,
     GREEDY,
+    LACKING,
     PROMPTS,
     RANDOM,
     SCENARIOS,
@@ -166,6 +168,15 @@ def test_storage_is_covered_and_the_training_process_left_as_it_was(results, nam
         assert out["segments"] == []  # also while it runs: a killed process leaves none
         padding = 58 * 128 * (1 if family == "qwen3" or p_g == 2 else 2)  # at most this much is nowhere in the layout
         assert 0 <= out["stored"] - out["covered"] <= padding
+
+
+@cases()
+def test_an_estimate_of_generation_has_its_bytes(results, root, name) -> None:
+    _, _, p_g, t_g, family = SCENARIOS[name]
+    spec, ranks = ModelSpec.from_checkpoint(root / family), results[name].values()
+    weights, cache = generation_bytes(VLLM(tp=t_g, pp=p_g), spec, "float32")
+    assert weights == 4 * max(out["covered"] for out in ranks)
+    assert {out["token bytes"] for out in ranks} == {cache}
 
 
 def test_layers_are_divided_as_vllm_divides_them(results) -> None:
@@ -312,6 +323,26 @@ def test_keys_and_values_wait_while_the_engine_sleeps(results, name) -> None:
         assert out["offload copied"][0] == out["offload copied"][1] > 0
         assert out["waits"] > out["left"] == 0
         assert [row["token_ids"] for row in out["moved"]] == [row["token_ids"] for row in out["awake"]]
+
+
+@cases(lambda name: name in LACKING)
+def test_rows_are_computed_again_where_one_rank_lacks_memory_for_what_waits(results, name) -> None:
+    """All ranks of a replica choose alike, by the one that has least room, and by the largest of unequal parts."""
+    by_replica: dict[int, list[Any]] = {}
+    for out in results[name].values():
+        by_replica.setdefault(out["replica"], []).append(out["lacking"])
+        found, waiting = out["lacking"], out["waiting"]
+        again = [row["recomputed"] for row in waiting["recompute"]]
+        for case in ("keep sleep", "keep wake", "offload sleep", "offload wake", "room", "unequal", "rescued"):
+            assert [row["token_ids"] for row in found[case]] == [row["token_ids"] for row in waiting["awake"]], case
+        for case in ("keep sleep", "keep wake", "offload sleep", "offload wake", "unequal"):
+            assert [row["recomputed"] for row in found[case]] == again, case
+        assert 0 < sum(row["recomputed"] for row in found["room"]) < sum(again)
+        assert all(row["recomputed"] for row in found["rescued"] if len(row["token_ids"]) > 3)
+        assert found["asleep"]
+    for ranks in by_replica.values():
+        assert [rank.pop("error") for rank in ranks] == ["DeviceMemoryError", "OutOfMemoryError"]
+        assert ranks[0] == ranks[1]
 
 
 def test_a_session_returns_at_its_limits(results) -> None:

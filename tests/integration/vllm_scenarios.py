@@ -43,6 +43,7 @@ SCENARIOS: dict[str, tuple[list[int], tuple[int, int, int], int, int, str]] = {
     "qwen2": ([0], (1, 1, 1), 1, 1, "qwen2"),
     "qwen3": ([1], (1, 1, 1), 1, 1, "qwen3"),
 }
+LACKING = ("p2t2-p2t1", "d4-p1t2")  # whose last rank of a replica lacks memory
 
 
 def save_model(family: str, directory: Path) -> None:
@@ -202,6 +203,7 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     }
     out["covered"] = sum(region.box.numel for region in engine.layout().regions(context.rank))
     out["stored"] = sum(tensor.numel() for tensor in engine.storage().values())
+    out["token bytes"] = engine._image._block_bytes // engine._alive().vllm_config.cache_config.block_size
     dist.barrier(context.groups.everyone())
     out["ident"] = engine._groups.ident
     out["segments"] = [str(p) for p in Path("/dev/shm").glob(f"*{engine._groups.ident}*")]
@@ -214,6 +216,8 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     out["unseeded"] = [_plain(engine.generate(PROMPTS, RANDOM)) for _ in range(2)]
     out["empty"] = engine.generate([], GREEDY)
     out["waiting"] = session_scenarios.asleep(engine)
+    if name in LACKING:
+        out["lacking"] = session_scenarios.lacking(engine)
     _write(engine, context.rank, weights, scale=0.8)
     out["scaled"] = _plain(engine.generate(PROMPTS, GREEDY))
     if family == "llama" and name != "llama":

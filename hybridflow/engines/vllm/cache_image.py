@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from hybridflow.batch.pinned import settle, to_device, to_host
 from hybridflow.config import KV
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm.engine_loop import EngineLoop
+from hybridflow.engines.vllm.isolation import ReplicaGroups
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import Cost
 from hybridflow.planner.cost.cache_places import CachedRow, CachePlace, CachePrices, cache_places
@@ -29,6 +29,7 @@ from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, Devic
 
 logger = logging.getLogger(__name__)
 _MEMORY: dict[CachePlace, str] = {"keep": "device", "offload": "host"}
+_LACKING = "%s memory lacks room for the KV cache of %d rows: it is computed again"
 
 
 class CachePricing:
@@ -40,7 +41,7 @@ class CachePricing:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, cost: Cost, ranks: int, weights: int) -> None:
         spec, name = _device_spec(device), str(dtype).removeprefix("torch.")
-        self.prices = CachePrices.of(spec, DEFAULT, weights)
+        self.prices = CachePrices.of(spec.bandwidth * DEFAULT.memory, spec.host, weights)
         self._cost, self._rate = cost, spec.peak(name) * DEFAULT.compute * ranks  # type: ignore[arg-type]
 
     def rows(self, tokens: Collection[int], nbytes: Iterable[int]) -> list[CachedRow]:
@@ -62,7 +63,8 @@ def _device_spec(device: torch.device) -> DeviceSpec:
 class CacheImage:
     """Of `caches` [blocks * k, ...], which have memory now, one for each layer and one for routed experts.
 
-    `gather` gives the values of all ranks of the replica. Bytes from and to the host are counted.
+    `groups` are those of the replica, whose ranks choose alike, by the largest of their parts of a block and the least
+    room of a device. Bytes from and to the host are counted.
     """
 
     def __init__(
@@ -70,14 +72,14 @@ class CacheImage:
         caches: Sequence[Tensor],
         blocks: int,
         loop: EngineLoop,
-        gather: Callable[[Any], list[Any]],
+        groups: ReplicaGroups,
         pricing: CachePricing | None,
     ) -> None:
         parts = {(cache.data_ptr(), cache.shape): cache for cache in caches if cache.numel()}  # layers may share one
         self._views = [part.unflatten(0, (blocks, -1)) for part in parts.values()]
         self._device = self._views[0].device
-        self._block_bytes = sum(view[0].nbytes for view in self._views)
-        self._loop, self._gather, self._pricing = loop, gather, pricing
+        self._block_bytes = max(groups.gather(sum(view[0].nbytes for view in self._views)))
+        self._loop, self._groups, self._pricing = loop, groups, pricing
         self._saved: list[tuple[list[int], list[Tensor], bool]] = []  # blocks, of each layer, whether in host memory
         self._beside: int | None = None  # bytes that others have needed at once while the cache had no memory
         self.copied_in = self.copied_out = 0
@@ -96,8 +98,8 @@ class CacheImage:
         self.drop()
         gone = dict.fromkeys(self._loop.admitted)
         if kv != "recompute":
-            cached, room = self._loop.cached(), self._room()
-            told = self._gather((cached, room))
+            cached = self._loop.cached()
+            told = self._groups.gather((cached, self._room(kv)))
             if all(other == cached for other, _ in told):
                 away = self._places(kv, cached, min(room for _, room in told))
                 gone = {name: None for name in cached if away.get(name) == "recompute"}
@@ -107,35 +109,33 @@ class CacheImage:
         """Of each row, once the blocks of all that wait are there."""
         nbytes = [len(self._loop.blocks([name])) * self._block_bytes for name in cached]
         if self._pricing is None:
-            rows, prices, room = [CachedRow(size, 0.0) for size in nbytes], CachePrices(offload=0.0), math.inf
+            rows, prices = [CachedRow(size, 0.0) for size in nbytes], CachePrices(offload=0.0)
         else:
             rows, prices = self._pricing.rows(cached.values(), nbytes), self._pricing.prices
         places = dict(zip(cached, cache_places(kv, rows, prices, room), strict=True))
+        if kv == "keep" and (left := list(places.values()).count("recompute")):
+            logger.warning(_LACKING, "device", left)
         for place, memory in _MEMORY.items():
             names = [name for name, its in places.items() if its == place]
             if names and not self._save(self._loop.blocks(names), memory == "host"):
-                logger.warning(
-                    "%s memory lacks room for the KV cache of %d rows: it is computed again", memory, len(names)
-                )
+                logger.warning(_LACKING, memory, len(names))
                 places.update((name, "recompute") for name in names)
         return places
 
     @torch.inference_mode()
     def _save(self, blocks: list[int], host: bool) -> bool:
         """False where a rank lacks memory: then none has saved them."""
-        parts, fits = list[Tensor](), True
-        try:
+        parts = list[Tensor]()
+
+        def copy() -> None:
             (at,) = to_device([torch.tensor(blocks)], self._device)
             for view in self._views:
                 part = view.index_select(0, at)
                 parts.append(to_host(part) if host else part)
             if host:
                 settle(self._device)
-        except RuntimeError as error:  # CUDA's and the host's allocators have several kinds
-            if "memory" not in str(error):
-                raise
-            fits = False
-        if not all(self._gather(fits)):
+
+        if self._groups.attempt(copy) is not None:
             return False
         self._saved.append((blocks, parts, host))
         self.copied_out += sum(part.nbytes for part in parts) if host else 0
@@ -168,12 +168,13 @@ class CacheImage:
         if self._device.type == "cuda":
             self._beside = MAPPED.highest() - self.device_bytes
 
-    def _room(self) -> float:
-        """Bytes of device memory that others are not known to need while the cache has none."""
+    def _room(self, kv: KV) -> float:
+        """Bytes of device memory that others are not known to need while the cache has none: before they have had the
+        device, those that are free, none with "auto", which has other places."""
         if self._device.type != "cuda":
             return math.inf
-        if self._beside is None:
-            return 0.0
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if self._beside is None:
+            return 0.0 if kv == "auto" else free
         return min(free, DEFAULT.usable_memory * (free + MAPPED.now()) - self._beside)

@@ -13,7 +13,6 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from hybridflow.config import KV, VLLM, Sampling, Until
@@ -32,7 +31,7 @@ from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.requirements import check, expert_count, max_length, runs_eagerly
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
 from hybridflow.engines.vllm.seeds import derived_seed
-from hybridflow.errors import ConfigError, DeviceMemoryError, HybridFlowError, LayoutError, PlacementError, PromptError
+from hybridflow.errors import ConfigError, HybridFlowError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import GenerationGrid
@@ -114,10 +113,11 @@ class VLLMEngine:
         """`caches` of layers, and of routed experts, which have a last slot for padding."""
         runner, grid = self._runner(), self.grid
         parts = [cache[:-1] if name == "routed experts" else cache for name, cache in caches.items()]
-        weights = sum(weight.nbytes for weight in runner.model.parameters())
-        pricing = (self.device, runner.dtype, self.spec.cost, grid.p * grid.t, weights)
-        priced = CachePricing(*pricing) if self.strategy.kv == "auto" else None
-        return CacheImage(parts, runner.kv_cache_config.num_blocks, self._loop, self._groups.gather, priced)
+        pricing = None
+        if self.strategy.kv == "auto":
+            weights = max(self._groups.gather(sum(weight.nbytes for weight in runner.model.parameters())))
+            pricing = CachePricing(self.device, runner.dtype, self.spec.cost, grid.p * grid.t, weights)
+        return CacheImage(parts, runner.kv_cache_config.num_blocks, self._loop, self._groups, pricing)
 
     def _layout_of(self, probe: LayoutProbe | None) -> Layout:
         """Collective over the replica, whose ranks either all have a layout or all raise."""
@@ -430,48 +430,40 @@ class VLLMEngine:
         """Allocate the KV cache again, zero, with what waits for it. Views of it, which vLLM holds in every layer, stay
         valid. Where a rank lacks memory for both, what waits is computed again.
 
-        After an error it sleeps as before.
+        After an error, which all ranks of the replica raise, it sleeps as before.
         """
         if not self.asleep:
             return
         self._image.wakes_up()
-        there = self._restored()
-        if self._image.waits and not all(self._groups.gather(there)):
-            logger.warning("device memory lacks room for the KV cache of unfinished rows: it is computed again")
-            self._loop.rest(self._loop.admitted)
-            self._image.drop()
-            _ = there or self._restored()
+        try:
+            lacking = self._groups.attempt(self._restore)
+            if lacking is not None and self._image.waits:
+                logger.warning("device memory lacks room for the KV cache of unfinished rows: it is computed again")
+                self._cache.release()
+                self._loop.rest(self._loop.admitted)
+                self._image.drop()
+                lacking = self._groups.attempt(self._restore)
+            if lacking is not None:
+                raise lacking
+        except BaseException:
+            self._cache.release()
+            raise
         self._image.drop()
 
-    def _restored(self) -> bool:
-        """Whether the KV cache is there. Errors: OutOfMemoryError where nothing waits for it."""
-        try:
-            self._cache.acquire()
-            storages = [cache.untyped_storage() for cache in self._runner().kv_caches]
-            for storage in {storage.data_ptr(): storage for storage in storages}.values():  # layers may share one
-                zero_pages(storage)  # a masked NaN is still a NaN
-            self._image.bring_back()
-        except BaseException as error:
-            self._cache.release()
-            if not (self._image.waits and isinstance(error, torch.OutOfMemoryError)):
-                raise
-        return not self.asleep
+    def _restore(self) -> None:
+        self._cache.acquire()
+        storages = [cache.untyped_storage() for cache in self._runner().kv_caches]
+        for storage in {storage.data_ptr(): storage for storage in storages}.values():  # layers may share one
+            zero_pages(storage)  # a masked NaN is still a NaN
+        self._image.bring_back()
 
     def together(self, take: Callable[[], object]) -> None:
         """Run `take` on the ranks of this replica; where memory is lacking on one, all raise instead of waiting for it.
 
         Errors: OutOfMemoryError there, DeviceMemoryError on the others.
         """
-        lacking = None
-        try:
-            take()
-        except torch.OutOfMemoryError as error:
-            lacking = error
-        told = self._groups.gather(None if lacking is None else str(lacking))
-        if lacking is not None:
+        if (lacking := self._groups.attempt(take)) is not None:
             raise lacking
-        if found := next(filter(None, told), None):
-            raise DeviceMemoryError(f"another rank of this replica ran out of device memory: {found}")
 
     def close(self) -> None:
         """Shut vLLM down and free its memory, also shared memory. May be called twice. Process groups stay with the

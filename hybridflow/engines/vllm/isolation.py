@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import random
+import re
 import sys
 import uuid
 import warnings
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from hybridflow.engines.process_groups import RankContext, gather
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DeviceMemoryError, WorkerError
 from hybridflow.topology import GenerationGrid
 
 _EVERYWHERE = {
@@ -230,6 +232,10 @@ def _apply(
 _GLOBALS = ("_WORLD", "_TP", "_ETP", "_PP", "_DCP", "_PCP", "_DP", "_EP", "_INNER_DP_WORLD", "_NODE_COUNT")
 
 
+# What the allocators of a device and of the host say, and the errors that are named so.
+_LACKING = re.compile("out of memory|(can't|not enough|not able to) (allocate )?memory|MemoryError", re.IGNORECASE)
+
+
 class ReplicaGroups:
     """The process groups of this rank's generation replica, as vLLM coordinators while it is installed.
 
@@ -257,6 +263,27 @@ class ReplicaGroups:
         if len(self.members) == 1:
             return [mine]
         return gather(mine, self.context.groups.new("generate/replica", self.members, "gloo"))
+
+    def attempt(self, take: Callable[[], object]) -> Exception | None:
+        """Run `take` on all members; the error where memory is lacking, on all of them. Collective.
+
+        Errors: any other, its own where it was raised, WorkerError on the others.
+        """
+        failed = None
+        try:
+            take()
+        except Exception as error:  # of any kind: the others wait below
+            failed = error
+            clear_frames(error.__traceback__)  # which hold what was allocated
+        said = self.gather(failed and f"{type(failed).__name__}: {failed}")
+        if not (found := [one for one in said if one is not None]):
+            return None
+        lacking = all(map(_LACKING.search, found))
+        kind = DeviceMemoryError if lacking else WorkerError
+        error = failed or kind(f"another rank of this replica failed: {found[0]}")
+        if lacking:
+            return error
+        raise error
 
     def of_first(self, number: int) -> int:
         """The first member's number; collective."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from hybridflow.config import KV
-from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.describe.cluster_spec import DeviceSpec
 from hybridflow.settings import NonNegative, settings
 
 CachePlace = Literal["keep", "offload", "recompute"]
@@ -33,10 +31,9 @@ class CachePrices:
     start: NonNegative = 0.0
 
     @classmethod
-    def of(cls, device: DeviceSpec, k: Coefficients, weights: float) -> CachePrices:
-        """Of a rank with `weights` bytes of parameters, by the planner's constants."""
-        memory = device.bandwidth * k.memory
-        return cls(offload=2 / device.host, keep=4 / memory, start=weights / memory)  # a copy reads and writes
+    def of(cls, memory: float, host: float, weights: float = 0.0) -> CachePrices:
+        """Of a rank with `weights` bytes of parameters; bytes/s of its memory, and of copies to and from the host."""
+        return cls(offload=2 / host, keep=4 / memory, start=weights / memory)  # a copy reads and writes
 
 
 def cache_places(kv: KV, rows: Sequence[CachedRow], prices: CachePrices, room: float = math.inf) -> list[CachePlace]:

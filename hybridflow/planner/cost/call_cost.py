@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from hybridflow.planner.cost.cache_places import CachedRow, CachePrices, cache_places, place_seconds
 from hybridflow.planner.cost.hardware import Coefficients, Seconds
 from hybridflow.planner.cost.pipeline_cost import (
     LAUNCHES,
@@ -36,7 +37,7 @@ LIMITS: Mapping[str, str] = MappingProxyType(
         "pipeline": "pipeline bubbles and messages between stages",
         "data_parallel": "messages of data parallel ranks: gradients and parameters",
         "optimizer": "the optimizer step (memory bandwidth)",
-        "offload": "the model's way from and to host memory",
+        "offload": "ways to host memory and back",
         "fixed": "fixed costs per launch, step and call",
     }
 )
@@ -75,7 +76,8 @@ class CallCost:
 
     def beside(self, cause: str, seconds: float) -> CallCost:
         """With a further cause."""
-        return replace(self, seconds=self.seconds + seconds, parts={**self.parts, cause: seconds})
+        parts = {**self.parts, cause: self.parts.get(cause, 0.0) + seconds}
+        return replace(self, seconds=self.seconds + seconds, parts=parts)
 
     def times(self, factor: float) -> CallCost:
         if factor == 1.0:
@@ -253,9 +255,9 @@ def cache_bytes(context: CallContext) -> float:
     return 2 * layers * context.size.keys_on(context.links.t) * context.itemsize
 
 
-def generation(context: CallContext, rows: float, kv_budget: float, ahead: int = 0) -> CallCost:
+def generation(context: CallContext, rows: float, kv_budget: float, ahead: int = 0, shared: bool = False) -> CallCost:
     """`rows` rows over all replicas, each of which has `kv_budget` bytes of KV cache on every device; `ahead` as for
-    `Waves`."""
+    `Waves`, other calls have the devices of a `shared` one in between."""
     links, k = context.links, context.coefficients
     each = max(1.0, -(-rows // links.d))
     waves = Waves.of(context, each, kv_budget, ahead)
@@ -264,21 +266,34 @@ def generation(context: CallContext, rows: float, kv_budget: float, ahead: int =
     cycle = step.times(p)  # p micro-batches follow each other through p stages, which work on each of them once
     host = max(host, p * host - cycle.total - p * passed)  # it prepares the others while one decodes
     prompts = each / context.workload.responses_per_prompt
-    if ahead:  # new weights: keys and values of the rows under way are computed again
-        done = context.workload.response.square_mean / context.workload.response.mean / 2
-        prompts += waves.active * (1 + done / context.workload.prompt.mean)
-    reading, filling = prefill(context, prompts)
+    again, moved = through_update(context, waves.active, shared) if ahead else (0.0, 0.0)
+    reading, filling = prefill(context, prompts + again)
     found = CallCost.of(
         prefill=reading.total - reading.tensor_parallel,
         decode=waves.steps * (cycle.memory + cycle.compute),
         tensor_parallel=reading.tensor_parallel + waves.steps * cycle.tensor_parallel,
         pipeline=filling + waves.steps * p * passed,
+        offload=moved,
         fixed=waves.steps * (cycle.fixed + host) + k.call_seconds,
     )
     if not ahead:
         return found
     queued = max(0.0, each * (1 + ahead) - waves.concurrent) / waves.concurrent * context.workload.response.mean
     return replace(found, latency=(queued + context.workload.response.max) * (cycle.total + p * passed + host))
+
+
+def through_update(context: CallContext, rows: float, shared: bool) -> tuple[float, float]:
+    """Of `rows` rows that are under way when new weights come: the prompts as which their tokens are read again, and
+    the seconds in which their keys and values leave their places and are back."""
+    work, links = context.workload, context.links
+    length = work.prompt.mean + work.response.square_mean / work.response.mean / 2
+    again = rows * length / work.prompt.mean
+    if work.kv != "recompute" and not shared:
+        return 0.0, 0.0
+    row = CachedRow(length * cache_bytes(context), prefill(context, again)[0].total / rows)
+    prices = CachePrices.of(links.bandwidth, links.host)
+    [place] = cache_places(work.kv, [row], prices, 0.0 if work.kv == "auto" else math.inf)  # it trusts in no room
+    return (again, 0.0) if place == "recompute" else (0.0, rows * place_seconds([row], [place], prices))
 
 
 def decode(context: CallContext, rows: float) -> tuple[Seconds, float, float]:

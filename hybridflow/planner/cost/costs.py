@@ -264,7 +264,8 @@ class Costs:
             found = inference(context, rows)
         else:
             budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
-            found = generation(context, rows, budget, own.ahead if own.continuous else 0)
+            shared = own.group in self.graph.trained or own.group in self.away
+            found = generation(context, rows, budget, own.ahead if own.continuous else 0, shared)
         found = found.times(self.slowdown(plan.mesh, found.busy))
         return found.beside("offload", self.trip(own, plan)) if own.group in self.away else found
 

@@ -114,7 +114,7 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
         tokens, longer = tokens / cp, longer / cp
         answers = min(answers, tokens + longer)
     logits, layer = answers * size.vocab / t if size.vocab > 1 else 0.0, saved_activations(context)
-    read = logits * context.itemsize + min(BLOCKS, 8 * logits) + answers * size.hidden * context.itemsize
+    read = logits * context.itemsize + min(BLOCKS, 4 * logits) + answers * size.hidden * context.itemsize
     hidden = size.hidden / context.links.shares * context.itemsize
     sent = min(WINDOW + 2, schedule.micro) * tokens * hidden if p > 1 else 0.0  # on their way to the next stage
     # where ranks share the sequence, Megatron's buffer for all of it
@@ -134,7 +134,8 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     ends = [0.0 if context.backend.lora else side / t * context.itemsize for side in (size.embedding, size.output)]
     # gradients of logits, beside these or the gradient of what made them; gone when a layer's backward pass comes
     read = max(read, ends[1]) + logits * context.itemsize
-    first = max(flight * tokens * kept + passing, (flight - 1) * tokens * kept + ends[0]) + longer * kept + sent
+    begun = (flight - 1) * tokens * kept + ends[0] + (tokens * size.hidden * context.itemsize if ends[0] else 0.0)
+    first = max(flight * tokens * kept + passing, begun) + longer * kept + sent
     last = (tokens + longer) * kept + read
     activations, logits = (last - read, read) if last > first else (first, 0.0)
     if context.backend.stage > 1:  # whole gradients that wait to be added up over ranks: of two units of the model;

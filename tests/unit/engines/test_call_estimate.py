@@ -86,7 +86,7 @@ def test_an_estimate_is_what_the_planner_says(case: str):
 
 @pytest.mark.slow
 def test_70b_takes_two_minutes_and_four_gigabytes():
-    """And tiny micro-batches, where what the planner leaves out counts: its activations are within a quarter."""
+    """And its activations are the planner's, also with micro-batches of a thousand tokens."""
     start = time.monotonic()
     strategy = Megatron(tp=8, pp=8, sequence_parallel=True, recompute=True, **SIZES)
     found, planned = estimated("llama3-70b", strategy, 128)
@@ -94,7 +94,8 @@ def test_70b_takes_two_minutes_and_four_gigabytes():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6  # kB, of all tests before it, too
     for kind in ("parameters", "gradients", "optimizer"):
         assert found["a.update"].held[kind] == pytest.approx(getattr(planned["a.update"], kind), rel=0.01)
-    assert found["a.update"].active == pytest.approx(planned["a.update"].active, rel=0.25)
+    for name, call in planned.items():
+        assert found[name].active == pytest.approx(call.active, rel=0.15)
 
 
 def test_work_grows_with_micro_batches_that_are_not_run():
@@ -104,7 +105,8 @@ def test_work_grows_with_micro_batches_that_are_not_run():
     found = estimate_rank("a", 0, strategy.grid(2), strategy, spec, Adam(lr=1e-6), calls)
     few, many = found["4"], found["16"]
     assert many.flops == pytest.approx(4 * few.flops, rel=1e-6)
-    assert (many.active, many.held) == (few.active, few.held)
+    assert many.held == few.held
+    assert many.active == pytest.approx(few.active, rel=1e-5)  # row ids
     assert few.collectives["all-gather"][0] < many.collectives["all-gather"][0] <= 4 * few.collectives["all-gather"][0]
     assert many.collectives["reduce-scatter"] == few.collectives["reduce-scatter"]  # once for a mini-batch
     layer = sum(math.prod(shape) for shape in spec.layer_tensors(0).values() if len(shape) > 1)

@@ -66,7 +66,7 @@ def test_long_rows_are_copied_and_short_ones_computed_again():
 
 def test_prices_are_those_of_the_planner():
     device = DEVICES["a100"]
-    prices = CachePrices.of(device, DEFAULT, weights=14e9)
+    prices = CachePrices.of(device.bandwidth * DEFAULT.memory, device.host, weights=14e9)
     assert prices.offload == pytest.approx(2 / 25e9)
     assert prices.keep == pytest.approx(4 / (2039e9 * DEFAULT.memory))
     assert prices.start == pytest.approx(14e9 / (2039e9 * DEFAULT.memory))

@@ -6,13 +6,15 @@ import itertools
 import math
 import random
 import re
+from typing import get_args
 
 import pytest
 
 import hybridflow as hf
+from hybridflow.config import KV
 from hybridflow.planner import ResponseLengths, StreamRun, Workload, simulate_stream
 from hybridflow.planner.admission import Admission, StreamOptions
-from hybridflow.planner.cost.call_cost import decode, prefill
+from hybridflow.planner.cost.call_cost import CallCost, decode, generation, prefill
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph
@@ -113,6 +115,25 @@ def test_the_price_is_that_of_the_simulated_stream(rows: int, ratio: float, trai
     }
     simulated = rows / simulate_stream(run_of(problem, plan, lengths, max_staleness)).rows_per_second
     assert problem.timeline(plan).per_iteration == pytest.approx(simulated, rel=TOLERANCE)
+
+
+def test_keys_and_values_of_rows_under_way_have_the_price_of_their_place():
+    """Those of a rollout on its own devices stay; where an actor trains on them they move, or are computed again."""
+
+    def cost(kv: KV, shared: bool) -> CallCost:
+        work = Workload(rows=512, prompt=128, response=2000, responses_per_prompt=4, kv=kv)
+        problem = Costs(ClusterSpec.of("a100:1x8"), graph_of(2), work)
+        context = problem.context("rollout", CallPlan(Mesh.of(0, 4), Parallel(d=4)), "generation")
+        assert context is not None
+        return generation(context, 512, 40e9, 2, shared)
+
+    found = {(kv, shared): cost(kv, shared) for kv in get_args(KV) for shared in (False, True)}
+    again, kept = found["recompute", True], found["keep", True].seconds - found["keep", False].seconds
+    assert again == found["recompute", False]
+    assert len({found[kv, False].seconds for kv in ("keep", "offload", "auto")}) == 1
+    assert 0 < kept < found["offload", True].parts["offload"]
+    assert found["keep", True].seconds < again.seconds
+    assert found["auto", True].seconds == min(found["offload", True].seconds, again.seconds)
 
 
 def taking_turns(run: StreamRun) -> float:
