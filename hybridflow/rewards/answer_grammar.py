@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -125,23 +126,16 @@ def read(text: str, letters: bool = False) -> Tree | None:
     for head in ("", (_HEAD.match(plain) or [""])[0]):
         rest = plain[len(head) :]
         if not CHANGING.search(head) and not any(map(_DOUBT.search, _REMARK.findall(rest))):
-            try:
+            with suppress(Unread, ZeroDivisionError, RecursionError):
                 parser = _Parser(_tokens(_REMARK.sub(" ", rest).strip()))
                 found = parser.listing()
-            except (Unread, ZeroDivisionError, RecursionError):
-                continue
-            if not parser.token().kind:
-                return found if _shallow(found) else None
+                if not parser.token().kind and _depth(found) <= _DEEPEST:
+                    return found
     return None
 
 
-def _shallow(tree: Tree) -> bool:
-    level = [tree]
-    for _ in range(_DEEPEST):
-        level = [part for node in level for part in node.parts if isinstance(part, Tree)]
-        if not level:
-            return True
-    return False
+def _depth(tree: Tree) -> int:
+    return 1 + max((_depth(part) for part in tree.parts if isinstance(part, Tree)), default=0)
 
 
 def _tokens(text: str) -> list[_Token]:
