@@ -127,13 +127,11 @@ class Agent:
     def _schemas(self) -> list[dict[str, Any]]:
         return list(getattr(self.act, "schemas", ()))
 
-    def process(self, checkpoint: str) -> SessionProcess:
-        stop_ids = end_token_ids(checkpoint)
-        return SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
-
     def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
         """Makes its processes, which start when they are needed."""
-        return partial(Sessions, self.process(checkpoint), self.workers, self.concurrency)
+        stop_ids = end_token_ids(checkpoint)
+        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
+        return partial(Sessions, process, self.workers, self.concurrency)
 
     @property
     def described(self) -> tuple[Any, ...]:

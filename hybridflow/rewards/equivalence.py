@@ -126,9 +126,10 @@ def _same_items(a: Tree, b: Tree) -> bool:
         if max(map(len, names)) > 1 and names[0] != names[1]:  # `x = 0 or y = 0`
             return False
         return all(any(equivalent(item, other) for other in right) for left, right in ((x, y), (y, x)) for item in left)
-    labels = [_labels(side) for side in (x, y)]
     if len(x) != len(y):
         return False
+    relations = [[item for item in side if item.kind == "relation"] for side in (x, y)]
+    labels = [{(_solved(item) or (item,))[0] or item for item in items} for items in relations]
     if brackets or (set() in labels and len(x) == max(map(len, labels)) > 1):
         return _in_order(x, [(_solved(item) or (0, item))[1] for item in y])
     left = list(y)
@@ -149,11 +150,6 @@ def _items(node: Tree) -> list[Tree]:
     parts = node.parts[node.kind == "tuple" :] if node.kind in _SEVERAL else (node,)
     inner = "list" if node.kind != "tuple" else ""
     return [item for part in parts for item in (_items(part) if part.kind == inner else [part])]
-
-
-def _labels(items: list[Tree]) -> set[Any]:
-    """The labels of `x = 3, y = 4`; one for a relation that has none."""
-    return {(_solved(item) or (item,))[0] or item for item in items if item.kind == "relation"}
 
 
 def number_pairs(answer: Tree, reference: Tree) -> list[tuple[Value, Value]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import functools
 import gc
 import json
 import linecache
@@ -203,18 +204,15 @@ class Local(Remote):
     """A program in the process of the tests, which it can then reach: its objects are used as they are."""
 
     def __init__(self, load: Callable[[], Mapping[str, Any]]) -> None:
-        self.asked, self.ended, self.error = 1, False, ""
-        self._load, self._loaded = load, None
+        self.asked, self.given, self.ended, self.error = 1, True, False, ""
+        self._loaded = functools.cache(load)
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
-        if self._loaded is None:
-            self._loaded = self._load()
-        found = {name: find(self._loaded, name) for name in wanted}
+        found = {name: find(self._loaded(), name) for name in wanted}
         return {name: value for name, value in found.items() if value is not MISSING}
 
     def last_function(self) -> str:
-        self.names([])
-        return last_function(self._loaded or {})
+        return last_function(self._loaded())
 
 
 MISSING = object()
