@@ -89,8 +89,18 @@ class Agent:
                 inspect.iscoroutinefunction(inspect.unwrap(self.solve)),
                 f"run(solve={self.solve!r}): give a function `async def solve(row, model)`.",
             )
-        if self.environment is not None:
-            _check_environment(self.environment)
+        given = self.environment
+        require(
+            given is None or callable(given),
+            f"environment={given!r}: give a class, or a function that makes an environment.",
+        )
+        if isinstance(given, type):
+            require(hasattr(given, "reset"), f"environment={given.__name__}: it has no reset(**row).")
+            require(
+                hasattr(given, "step") or hasattr(given, "get_reward"),
+                f"environment={given.__name__}: it needs step(text) -> (observation, reward, done), or get_reward() "
+                f"beside public methods, which are tools.",
+            )
 
     @property
     def rewards(self) -> bool:
@@ -144,19 +154,6 @@ class Agent:
 
 AGENT_SETTINGS = tuple(Agent.__dataclass_fields__)
 """Settings of a call that are not those of the sampling."""
-
-
-def _check_environment(given: Any) -> None:
-    """Errors: ConfigError for a class without the methods of an environment."""
-    require(callable(given), f"environment={given!r}: give a class, or a function that makes an environment.")
-    if not isinstance(given, type):
-        return
-    require(hasattr(given, "reset"), f"environment={given.__name__}: it has no reset(**row).")
-    require(
-        hasattr(given, "step") or hasattr(given, "get_reward"),
-        f"environment={given.__name__}: it needs step(text) -> (observation, reward, done), or get_reward() beside "
-        f"public methods, which are tools.",
-    )
 
 
 @lru_cache(maxsize=32)
