@@ -59,17 +59,12 @@ def main(config: dict[str, Any]) -> NoReturn:
             _supervise(config, limits, ends, me)
 
     serve(owner, run, answers=False)
-    _remove(config["scratch"])
-    os._exit(0)
-
-
-def _remove(scratch: str | None) -> None:
-    """Supervisors end when the caller does; with them, or soon after, their directories go."""
-    due = time.monotonic() + 5.0
+    scratch, due = config["scratch"], time.monotonic() + 5.0
     while scratch is not None and os.path.exists(scratch) and time.monotonic() < due:
-        with suppress(OSError):  # not empty: one is not done yet
+        with suppress(OSError):  # supervisors end when the caller does, and one is not done yet
             os.rmdir(scratch)
         time.sleep(0.01)
+    os._exit(0)
 
 
 def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: list[int], parent: int) -> None:
