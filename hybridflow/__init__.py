@@ -7,10 +7,10 @@ are in `hf.algorithms`, constraints in `hf.planner`, environments of other packa
 
 from __future__ import annotations
 
-import ast
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hybridflow.lazy_names import LazyNames
 
 if TYPE_CHECKING:
     from hybridflow import algorithms as algorithms
@@ -83,30 +83,19 @@ if TYPE_CHECKING:
     from hybridflow.workers.rollout import RolloutWorker as RolloutWorker
     from hybridflow.workers.worker import Worker as Worker
 
-_MODULE_OF = {  # of each public name, as type checkers read it above
-    name.name: str(line.module)
-    for line in ast.walk(ast.parse(Path(__file__).read_bytes()))
-    if isinstance(line, ast.ImportFrom) and str(line.module).startswith(__name__)
-    for name in line.names
-}
-_NAMESPACES = [name for name, module in _MODULE_OF.items() if module == __name__]
-__all__ = [*_MODULE_OF]
+_names = LazyNames(__name__)  # as type checkers read them above
+_NAMESPACES = [name for name, module in _names.modules.items() if module == __name__]
+__dir__, __all__ = _names.listed, [*_names.modules]
 __version__ = "0.1.0"
 importlib.import_module("hybridflow.run")  # the first import of the package binds its name here,
 del globals()["run"]  # which is that of the function
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _names.modules:
         within = _NAMESPACES if name[:1].isupper() else ()
         hint = next((f" Use hf.{n}.{name}." for n in within if hasattr(__getattr__(n), name)), "")
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}.{hint}")
     if name in _NAMESPACES:
         return importlib.import_module(f"hybridflow.{name}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return _names.load(name)

@@ -9,30 +9,14 @@ names are loaded when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hybridflow.lazy_names import LazyNames
 
 if TYPE_CHECKING:
     from hybridflow.environments.interpreter import process  # noqa: F401
     from hybridflow.environments.mcp_tools import mcp  # noqa: F401
     from hybridflow.environments.packages import gymnasium, openenv, reasoning_gym, skyrl_gym, textarena  # noqa: F401
 
-_WHERE = {
-    "interpreter": ("process",),
-    "mcp_tools": ("mcp",),
-    "packages": ("gymnasium", "openenv", "reasoning_gym", "skyrl_gym", "textarena"),
-}
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = [*_MODULE_OF]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'hybridflow.environments' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hybridflow.environments.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+_names = LazyNames(__name__)
+__getattr__, __dir__, __all__ = _names.load, _names.listed, [*_names.modules]

@@ -89,8 +89,18 @@ class Agent:
                 inspect.iscoroutinefunction(inspect.unwrap(self.solve)),
                 f"run(solve={self.solve!r}): give a function `async def solve(row, model)`.",
             )
-        if self.environment is not None:
-            _check_environment(self.environment)
+        given = self.environment
+        require(
+            given is None or callable(given),
+            f"environment={given!r}: give a class, or a function that makes an environment.",
+        )
+        if isinstance(given, type):
+            require(hasattr(given, "reset"), f"environment={given.__name__}: it has no reset(**row).")
+            require(
+                hasattr(given, "step") or hasattr(given, "get_reward"),
+                f"environment={given.__name__}: it needs step(text) -> (observation, reward, done), or get_reward() "
+                f"beside public methods, which are tools.",
+            )
 
     @property
     def rewards(self) -> bool:
@@ -127,13 +137,11 @@ class Agent:
     def _schemas(self) -> list[dict[str, Any]]:
         return list(getattr(self.act, "schemas", ()))
 
-    def process(self, checkpoint: str) -> SessionProcess:
-        stop_ids = end_token_ids(checkpoint)
-        return SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
-
     def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
         """Makes its processes, which start when they are needed."""
-        return partial(Sessions, self.process(checkpoint), self.workers, self.concurrency)
+        stop_ids = end_token_ids(checkpoint)
+        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
+        return partial(Sessions, process, self.workers, self.concurrency)
 
     @property
     def described(self) -> tuple[Any, ...]:
@@ -146,19 +154,6 @@ class Agent:
 
 AGENT_SETTINGS = tuple(Agent.__dataclass_fields__)
 """Settings of a call that are not those of the sampling."""
-
-
-def _check_environment(given: Any) -> None:
-    """Errors: ConfigError for a class without the methods of an environment."""
-    require(callable(given), f"environment={given!r}: give a class, or a function that makes an environment.")
-    if not isinstance(given, type):
-        return
-    require(hasattr(given, "reset"), f"environment={given.__name__}: it has no reset(**row).")
-    require(
-        hasattr(given, "step") or hasattr(given, "get_reward"),
-        f"environment={given.__name__}: it needs step(text) -> (observation, reward, done), or get_reward() beside "
-        f"public methods, which are tools.",
-    )
 
 
 @lru_cache(maxsize=32)

@@ -59,10 +59,6 @@ class InterpreterEnvironment:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
         return type(self), (self.python, self.target, self.directory, self.settings, self.description)
 
-    def command(self) -> list[str]:
-        setup = {"target": self.target, "directory": self.directory, "parent": os.getpid()}
-        return [self.python, str(_CHILD), json.dumps(setup)]
-
 
 def process(python: str | Path, target: str, **settings: Any) -> InterpreterEnvironment:
     """An environment whose package is installed for another interpreter, where its pins cannot clash with ours.
@@ -117,11 +113,6 @@ async def _described(asked: str, made: InterpreterEnvironment) -> Mapping[str, A
             _ = await child.ending()
 
 
-def _variables() -> dict[str, str]:
-    """Ours, without those that would have the other interpreter import our packages."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-
-
 class _Child:
     """One process of the other interpreter. Its calls are made one after another."""
 
@@ -133,11 +124,13 @@ class _Child:
 
     @classmethod
     async def start(cls, made: InterpreterEnvironment) -> _Child:
-        pipe = asyncio.subprocess.PIPE
+        setup = {"target": made.target, "directory": made.directory, "parent": os.getpid()}
+        command = made.python, str(_CHILD), json.dumps(setup)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        # without those that would have the other interpreter import our packages
+        variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         try:
-            running = await asyncio.create_subprocess_exec(
-                *made.command(), stdin=pipe, stdout=pipe, stderr=pipe, limit=_LONGEST_LINE, env=_variables()
-            )
+            running = await asyncio.create_subprocess_exec(*command, **pipes, limit=_LONGEST_LINE, env=variables)
         except OSError as error:
             raise EnvironmentCallError(f"{made.python} cannot be started: {error}") from None
         return cls(made, running)

@@ -7,6 +7,7 @@ Requests come on standard input, one JSON object a line, and each gets one line 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -49,11 +50,10 @@ class _Served:
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self._kind: typing.Any = None
         self._environment: typing.Any = None
 
     def describe(self) -> typing.Any:
-        kind = self._loaded()
+        kind = self._kind
         if hasattr(kind, "PACKAGE"):  # `package_adapters.py` says so of what it imports late
             importlib.import_module(kind.PACKAGE)
         names = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
@@ -62,7 +62,7 @@ class _Served:
 
     def make(self, settings: dict) -> None:
         self._environment = None
-        self._environment = self._loaded()(**settings)
+        self._environment = self._kind(**settings)
 
     def call(self, name: str, args: list, kwargs: dict) -> typing.Any:
         """`reset` is given the columns that it takes."""
@@ -73,11 +73,10 @@ class _Served:
                 kwargs = {column: kwargs[column] for column in parameters if column in kwargs}
         return method(*args, **kwargs)
 
-    def _loaded(self) -> typing.Any:
-        if self._kind is None:
-            where, _, name = self._target.rpartition(":")
-            self._kind = getattr(_module(where), name)
-        return self._kind
+    @functools.cached_property
+    def _kind(self) -> typing.Any:
+        where, _, name = self._target.rpartition(":")
+        return getattr(_module(where), name)
 
 
 def _module(where: str) -> typing.Any:

@@ -26,7 +26,7 @@ class McpTool:
 
     async def __call__(self, **arguments: Any) -> str:
         """Errors: McpToolError with what the server says."""
-        if (server := _SERVERS.get(self.command)) is None or server.done:
+        if (server := _SERVERS.get(self.command)) is None or server.task.done():
             server = _SERVERS[self.command] = _Server(self.command)
         return await server.call(self.__name__, arguments)
 
@@ -90,11 +90,7 @@ class _Server:
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold(command))
-
-    @property
-    def done(self) -> bool:
-        return self._task.done()
+        self.task = asyncio.create_task(self._hold(command))
 
     async def _hold(self, command: tuple[str, ...]) -> None:
         try:

@@ -203,15 +203,12 @@ class Sessions:
         of_level = [one for one in self._processes if (one.level > 0) == (level > 0) and not one.retiring]
         most = _SPARE if level else self._workers
         if (not open_ or (level == 0 and all(one.sessions for one in open_))) and len(of_level) < most:
-            return self._fork(level)
+            if self._template is None:
+                self._template = Supervisor(pickled(self._given.main, "the agent"))
+            self._template.lost = 0  # each has cost trajectories one of their lives
+            self._processes.append(_Process(self._template.fork(), level))
+            return self._processes[-1]
         return min(open_, key=lambda one: len(one.sessions), default=None)
-
-    def _fork(self, level: int) -> _Process:
-        if self._template is None:
-            self._template = Supervisor(pickled(self._given.main, "the agent"))
-        self._template.lost = 0  # each has cost trajectories one of their lives
-        self._processes.append(_Process(self._template.fork(), level))
-        return self._processes[-1]
 
     def _step(self, seconds: float, out: list[Asked]) -> None:
         """Wait for messages and ends of processes, and take them; end processes that are silent or not needed."""

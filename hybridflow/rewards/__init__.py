@@ -5,8 +5,9 @@ Names are loaded when they are first used: a worker process that runs one functi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hybridflow.lazy_names import LazyNames
 
 if TYPE_CHECKING:
     from hybridflow.rewards.code import PRELUDE, Code  # noqa: F401
@@ -21,25 +22,5 @@ if TYPE_CHECKING:
     from hybridflow.rewards.math import Math  # noqa: F401
     from hybridflow.rewards.process_pool import Outcome, ProcessPool  # noqa: F401
 
-_WHERE = {
-    "function_adapters": ("RowFailure", "from_compute_score", "per_row", "whole_batch"),
-    "code": ("PRELUDE", "Code"),
-    "functions": ("Functions", "Scores"),
-    "match": ("Exact", "Numeric", "Overlong", "Regex"),
-    "math": ("Math",),
-    "process_pool": ("Outcome", "ProcessPool"),
-}
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = [*_MODULE_OF]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'hybridflow.rewards' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hybridflow.rewards.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+_names = LazyNames(__name__)
+__getattr__, __dir__, __all__ = _names.load, _names.listed, [*_names.modules]

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -125,23 +127,16 @@ def read(text: str, letters: bool = False) -> Tree | None:
     for head in ("", (_HEAD.match(plain) or [""])[0]):
         rest = plain[len(head) :]
         if not CHANGING.search(head) and not any(map(_DOUBT.search, _REMARK.findall(rest))):
-            try:
+            with suppress(Unread, ZeroDivisionError, RecursionError):
                 parser = _Parser(_tokens(_REMARK.sub(" ", rest).strip()))
                 found = parser.listing()
-            except (Unread, ZeroDivisionError, RecursionError):
-                continue
-            if not parser.token().kind:
-                return found if _shallow(found) else None
+                if not parser.token().kind and _depth(found) <= _DEEPEST:
+                    return found
     return None
 
 
-def _shallow(tree: Tree) -> bool:
-    level = [tree]
-    for _ in range(_DEEPEST):
-        level = [part for node in level for part in node.parts if isinstance(part, Tree)]
-        if not level:
-            return True
-    return False
+def _depth(tree: Tree) -> int:
+    return 1 + max((_depth(part) for part in tree.parts if isinstance(part, Tree)), default=0)
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -236,7 +231,7 @@ class _Parser:
 
     def item(self) -> Tree:
         _ = self.at == 0 and self.sign("\\approx", "=")
-        words = self.words(label=True)
+        words = [word.lower() for word in self.words(lambda word: word not in CURRENCIES)]
         if words and self.token().text not in ("=", ":"):
             choice = len(words) == 1 == len(words[0])  # `\\text{A} and \\text{C}`
             return Tree("name", (words[0].upper(),)) if choice else Tree("text", tuple(words))
@@ -256,44 +251,39 @@ class _Parser:
     def quantity(self) -> Tree:
         """A sum with what stands around it: a currency, a scale, a percent sign, a unit, words."""
         minus = self.token().text == "-" and self.token(1).text in CURRENCIES and self.sign("-")  # `-$3`
-        before, value = self.words(CURRENCIES), _signed(minus or "", self.sum())
+        before, value = self.words(CURRENCIES.__contains__), _signed(minus or "", self.sum())
         scale = SCALES.get(self.token().text.lower().removesuffix("s"), 1)
         self.at += scale > 1
-        words = [*before, *(["degree"] if value.kind == "degree" else []), *self.words()]
+        words = [*before, *(["degree"] if value.kind == "degree" else []), *self.unit()]
         if not words and value.kind != "percent" and scale == 1:
             return value
         inner = value.parts[0] if value.kind in ("percent", "degree") else value
         return Tree("quantity", (inner, unit(words), value.kind == "percent", scale))
 
-    def words(self, among: Any = None, label: bool = False) -> list[str]:
-        """The unit or words here (`among`: these only; `label`: no currencies), up to the next separator."""
-        words = list[str]()
-        while True:
-            token, ahead = self.token(), self.token(1)
-            if (
-                token.kind == "word"
-                and (among is None or token.text in among)
-                and not (label and token.text in CURRENCIES)
-            ):
-                words.append(token.text.lower() if label else CURRENCIES.get(token.text, token.text))
-            elif label or among is not None:
-                break
-            elif token.text in ("/", "-", "*") and ahead.kind == "word" and not token.gap:
-                words += [token.text] if token.text == "/" else []
-            elif words and token.text == "^":
-                inside = self.token(1).text == "{"
-                minus = inside and self.token(2).text == "-"
-                power = self.token(1 + inside + minus).text
-                if power not in ("1", "2", "3") or (inside and self.token(3 + minus).text != "}"):
-                    raise Unread
-                words.append(f"^{'-' * minus}{power}")
-                self.at += 1 + 2 * inside + minus
-            else:
-                break
+    def words(self, wanted: Callable[[str], bool]) -> list[str]:
+        """The `wanted` words here, up to the first other."""
+        start = self.at
+        while self.token().kind == "word" and wanted(self.token().text):
             self.at += 1
-        if not label and CHANGING.search(" ".join(words)):
-            raise Unread
-        return words
+        return [CURRENCIES.get(token.text, token.text) for token in self.tokens[start : self.at]]
+
+    def unit(self) -> list[str]:
+        """The unit or words here, up to the next separator."""
+        words = self.words(bool)
+        while True:
+            if self.token(1).kind == "word" and not self.token().gap and (sign := self.sign("/", "-", "*")):
+                words += [*(["/"] if sign == "/" else []), *self.words(bool)]
+            elif words and self.sign("^"):
+                braces = self.sign("{")
+                minus, power = braces and self.sign("-"), self.token().text
+                self.at += 1
+                if power not in ("1", "2", "3") or (braces and not self.sign("}")):
+                    raise Unread
+                words += [f"^{minus}{power}", *self.words(bool)]
+            elif CHANGING.search(" ".join(words)):
+                raise Unread
+            else:
+                return words
 
     def sum(self) -> Tree:
         terms = [_signed(self.sign("-", "+"), self.product())]

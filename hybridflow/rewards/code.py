@@ -126,10 +126,15 @@ class Code:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | RowFailure]:
         """A score per row, or a RowFailure with the reason where the row could not be judged."""
-        found = self._judged(
-            completions, columns[self.tests], *(columns.get(n) for n in (self.entry_point, self.setup))
-        )
-        return [_answer(result) for result in found]
+        own = columns.get(self.entry_point), columns.get(self.setup)
+        scores = list[float | RowFailure]()
+        for found in self._judged(completions, columns[self.tests], *own):
+            if isinstance(found, RewardError):
+                scores.append(RowFailure(str(found), found))
+            else:
+                unreadable = RowFailure(f"could not judge: {found.reason}")
+                scores.append(unreadable if found.status == "unreadable" else found.score)
+        return scores
 
     def results(
         self,
@@ -175,34 +180,23 @@ class Code:
     def _row(
         self, sandbox: Sandbox, program: str, tests: Any, entry_point: str | None, setup: str | None
     ) -> CodeResult | RewardError:
+        known = {"objects": self.same_process, "prelude": self._known}
         try:
-            known = {"objects": self.same_process, "prelude": self._known}
             read = read_tests(tests, entry_point=entry_point or "", setup=setup or "", **known)
         except RewardError as error:
             return RewardError(f"could not read its tests: {error}".rstrip("."))
-        try:
-            return self._judge(sandbox, program, read, entry_point or "")
-        except RewardError as error:  # the sandbox did not start, or was lost
-            return error
-
-    def _judge(self, sandbox: Sandbox, program: str, tests: Mapping[str, Any], entry_point: str) -> CodeResult:
         if not program.strip():
             return CodeResult(status="failed", reason="there is no program in the response")
-        if "pairs" in tests:
-            found = self._run_pairs(sandbox, program, tests["pairs"])
-        else:
-            found = sandbox.judge(
-                program,
-                tests,
-                limits=self.limits,
-                entry_point=entry_point,
-                stop=self.all_or_nothing,
-                same_process=self.same_process,
-            )
-        if found.status == "ok":
-            return replace(found, score=1.0)
-        share = found.passed / found.total if found.total and found.status == "failed" else 0.0
-        return replace(found, score=0.0 if self.all_or_nothing else share)
+        settings = {"limits": self.limits, "stop": self.all_or_nothing, "same_process": self.same_process}
+        try:
+            if "pairs" in read:
+                found = self._run_pairs(sandbox, program, read["pairs"])
+            else:
+                found = sandbox.judge(program, read, entry_point=entry_point or "", **settings)
+        except RewardError as error:  # the sandbox did not start, or was lost
+            return error
+        partly = found.status == "failed" and found.total and not self.all_or_nothing
+        return replace(found, score=float(found.status == "ok") if not partly else found.passed / found.total)
 
     def _run_pairs(self, sandbox: Sandbox, program: str, pairs: Sequence[tuple[str, str]]) -> CodeResult:
         passed, reason = 0, ""
@@ -270,15 +264,16 @@ def _blocks(text: str) -> Iterator[_Block]:
         ends = [found.span() for found in islice(closing.finditer(text, begin), _CLOSINGS)]
         ends.append((len(text), len(text)))
         late = opening.start() >= judged[0]
-        source, valid = _source(text[begin : ends[0][0]], width, late)
-        block = _Block(opening.start(), ends[0][1], language, source, valid)
-        for at, stop in ends[1:] if late and not valid and language in (*_PYTHON, "") else ():
-            if (left := left - (at - begin)) < 0:
+        block = None
+        for at, stop in ends if late and language in (*_PYTHON, "") else ends[:1]:
+            if block is not None and (left := left - (at - begin)) < 0:
                 break
-            source, valid = _source(text[begin:at], width)
-            if valid:
+            source, valid = _source(text[begin:at], width, late)
+            if block is None or valid:
                 block = _Block(opening.start(), stop, language, source, valid)
+            if valid:
                 break
+        assert block is not None
         yield block
         end = block.stop
 
@@ -403,9 +398,3 @@ def _same_word(found: str, expected: str) -> bool:
         return False
     wanted = float(expected)
     return abs(float(found) - wanted) <= _CLOSE * max(1.0, abs(wanted))
-
-
-def _answer(result: CodeResult | RewardError) -> float | RowFailure:
-    if isinstance(result, RewardError):
-        return RowFailure(str(result), result)
-    return RowFailure(f"could not judge: {result.reason}") if result.status == "unreadable" else result.score

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hybridflow.rewards.answer_grammar import Tree, product
-from hybridflow.rewards.formula import approximate, constant, identical, proportion, variables
+from hybridflow.rewards.formula import Unfit, approximate, constant, identical, proportion, variables
 from hybridflow.rewards.measurement import conversion
 
 _TURNED = {"\\gt": "\\lt", "\\ge": "\\le"}
@@ -41,8 +41,8 @@ def equivalent(a: Tree, b: Tree) -> bool:
     if "choice" in kinds:
         x, y = _unlettered(a, b), _unlettered(b, a)
         return x is not None and y is not None and equivalent(x, y)
-    if not kinds <= {"tuple", "set", "number", "quantity"} and (x := _region(a)) and (y := _region(b)):
-        return _same_region(x, y)
+    if not kinds <= {"tuple", "set", "number", "quantity"} and (same := _same_set(a, b)) is not None:
+        return same
     labelled = any(part.kind == "relation" for node in (a, b) if node.kind in ("list", "or") for part in node.parts)
     if "relation" in kinds and not labelled:
         x, y = _solved(a), _solved(b)
@@ -126,9 +126,10 @@ def _same_items(a: Tree, b: Tree) -> bool:
         if max(map(len, names)) > 1 and names[0] != names[1]:  # `x = 0 or y = 0`
             return False
         return all(any(equivalent(item, other) for other in right) for left, right in ((x, y), (y, x)) for item in left)
-    labels = [_labels(side) for side in (x, y)]
     if len(x) != len(y):
         return False
+    relations = [[item for item in side if item.kind == "relation"] for side in (x, y)]
+    labels = [{(_solved(item) or (item,))[0] or item for item in items} for items in relations]
     if brackets or (set() in labels and len(x) == max(map(len, labels)) > 1):
         return _in_order(x, [(_solved(item) or (0, item))[1] for item in y])
     left = list(y)
@@ -149,11 +150,6 @@ def _items(node: Tree) -> list[Tree]:
     parts = node.parts[node.kind == "tuple" :] if node.kind in _SEVERAL else (node,)
     inner = "list" if node.kind != "tuple" else ""
     return [item for part in parts for item in (_items(part) if part.kind == inner else [part])]
-
-
-def _labels(items: list[Tree]) -> set[Any]:
-    """The labels of `x = 3, y = 4`; one for a relation that has none."""
-    return {(_solved(item) or (item,))[0] or item for item in items if item.kind == "relation"}
 
 
 def number_pairs(answer: Tree, reference: Tree) -> list[tuple[Value, Value]]:
@@ -208,73 +204,69 @@ def _shortened(short: Value, full: Value) -> bool:
     return wanted in (math.floor(digits + Fraction(1, 2)), math.floor(digits))
 
 
-class _Region(NamedTuple):
-    """A set of real numbers, and the variable that is in it: `holds` changes at `ends` only."""
+def _same_set(a: Tree, b: Tree) -> bool | None:
+    """Whether two sets have the same real numbers: at every end, and between each two; None for what is no set."""
+    ends, names = set[Fraction](), (set[str | None](), set[str | None]())
+    try:
+        for node, named in zip((a, b), names):
+            _ = _holds(node, Fraction(0), ends, named)
+    except Unfit:
+        return None
+    if names[0] != names[1] and None not in names[0] | names[1]:
+        return False
+    finite = sorted(end for end in ends if abs(end) != _INFINITY)
+    points = [*finite, *((low + high) / 2 for low, high in pairwise(finite))]
+    points += [min(finite, default=Fraction(0)) - 1, max(finite, default=Fraction(0)) + 1]
+    return all(_holds(a, x, set(), set()) == _holds(b, x, set(), set()) for x in points)
 
-    name: str | None
-    ends: frozenset[Fraction]
-    holds: Callable[[Fraction], bool]
 
+def _holds(node: Tree, x: Fraction, ends: set[Fraction], names: set[str | None]) -> bool:
+    """Whether x is in an interval, set or union, or solves `\\{x : x > 3\\}`, `-1 < x \\le 2`, `x \\in (0, 1)`.
 
-def _region(node: Tree) -> _Region | None:
-    """Intervals, sets, unions, `\\{x : x > 3\\}`, `-1 < x \\le 2`, `x \\in (0, 1)`; None for anything else."""
+    Adds what this depends on: the `ends`, and the name of the variable (None: without). Errors: Unfit for no set.
+    """
     kind, parts = node
-    if kind == "name" and parts[0] in ("reals", "empty"):
-        return _Region(None, frozenset(), lambda _: parts[0] == "reals")
-    if kind == "such":
-        found = _region(parts[1])
-        named = parts[0].parts[0] if parts[0].parts[1:] == ("\\in", Tree("name", ("reals",))) else parts[0]
-        return found if found and named == Tree("name", (found.name,)) else None
-    if kind in ("union", "setminus", "or", "either"):
-        found = [region for region in map(_region, parts) if region]
-        if len(found) < len(parts) or len({region.name for region in found}) > 1:
-            return None
-        ends = frozenset[Fraction]().union(*(region.ends for region in found))
-        if kind == "setminus":
-            return _Region(None, ends, lambda x: found[0].holds(x) and not found[1].holds(x))
-        return _Region(found[0].name, ends, lambda x: any(region.holds(x) for region in found))
-    if kind in ("set", "tuple"):
-        ends = [_end(part) for part in _items(node)]
-        known = [end for end in ends if end is not None]
-        if len(known) < len(ends) or (kind == "tuple" and (len(ends) != 2 or known[0] >= known[1])):
-            return None
+    if kind in ("such", "union", "setminus", "or", "either"):
+        own = set[str | None]()
+        found = [_holds(part, x, ends, own) for part in (parts[1:] if kind == "such" else parts)]
+        if len(own) > 1 or (kind == "such" and Tree("name", tuple(own)) not in (parts[0], _real(parts[0]))):
+            raise Unfit
+        names |= {None} if kind == "setminus" else own
+        return found[0] and not found[1] if kind == "setminus" else any(found)
+    if kind != "relation":
+        names.add(None)
+        if kind == "name" and parts[0] in ("reals", "empty"):
+            return parts[0] == "reals"
+        known = [_end(part) for part in _items(node)] if kind in ("set", "tuple") else []
+        if not known or (kind == "tuple" and (len(known) != 2 or known[0] >= known[1])):
+            raise Unfit
+        ends.update(known)
         if kind == "set":
-            return _Region(None, frozenset(known), lambda x: x in known)
+            return x in known
         low, high = (operator.lt if bracket in "()" else operator.le for bracket in parts[0])
-        return _Region(None, frozenset(known), lambda x: low(known[0], x) and high(x, known[1]))
-    return _solutions(node) if kind == "relation" else None
-
-
-def _solutions(node: Tree) -> _Region | None:
-    sides, signs = node.parts[::2], node.parts[1::2]
+        return low(known[0], x) and high(x, known[1])
+    sides, signs = parts[::2], parts[1::2]
     named = [at for at, side in enumerate(sides) if side.kind == "name" and variables(side)]
     if len(named) != 1:
-        return None
-    name, ends = sides[named[0]].parts[0], [None if at in named else _end(side) for at, side in enumerate(sides)]
+        raise Unfit
+    names.add(sides[named[0]].parts[0])
     if signs == ("\\in",) and named == [0]:
-        inner = _region(sides[1])
-        return inner._replace(name=name) if inner else None
-    known = frozenset(end for end in ends if end is not None)
-    if ends.count(None) > 1 or any(sign not in _ORDER for sign in signs):
-        return None
-
-    def holds(x: Fraction) -> bool:
-        values = [x if end is None else end for end in ends]
-        return all(_ORDER[sign](left, right) for left, sign, right in zip(values, signs, values[1:]))
-
-    return _Region(name, known, holds)
+        return _holds(sides[1], x, ends, set())
+    values = [x if at in named else _end(side) for at, side in enumerate(sides)]
+    if any(sign not in _ORDER for sign in signs):
+        raise Unfit
+    ends.update(value for at, value in enumerate(values) if at not in named)
+    return all(_ORDER[sign](left, right) for left, sign, right in zip(values, signs, values[1:]))
 
 
-def _end(node: Tree) -> Fraction | None:
-    infinite = {Tree("name", ("infty",)): _INFINITY, product(-1, Tree("name", ("infty",))): -_INFINITY}
-    return infinite[node] if node in infinite else approximate(node)
+def _real(node: Tree) -> Any:
+    """The variable of `x \\in \\reals`."""
+    return node.parts[0] if node.parts[1:] == ("\\in", Tree("name", ("reals",))) else None
 
 
-def _same_region(a: _Region, b: _Region) -> bool:
-    """Whether they have the same numbers: at every end, and between each two."""
-    if a.name and b.name and a.name != b.name:
-        return False
-    ends = sorted({end for end in a.ends | b.ends if abs(end) != _INFINITY})
-    ends = [*ends, *((low + high) / 2 for low, high in pairwise(ends))]
-    ends += [min(ends, default=Fraction(0)) - 1, max(ends, default=Fraction(0)) + 1]
-    return all(a.holds(x) == b.holds(x) for x in ends)
+def _end(node: Tree) -> Fraction:
+    infinity = Tree("name", ("infty",))
+    found = {infinity: _INFINITY, product(-1, infinity): -_INFINITY}.get(node) or approximate(node)
+    if found is None:
+        raise Unfit
+    return found

@@ -76,8 +76,10 @@ class _Point:
     def _value(self, kind: str, parts: Any) -> Any:
         if kind == "number":
             return parts[0]
-        if kind == "name":
-            return self._named(parts[0])
+        if kind == "name" and parts[0] in ("e", "pi", "i"):
+            return self.context.j if parts[0] == "i" else +getattr(self.context, parts[0])
+        if kind == "name" and parts[0] not in _CONSTANTS:
+            return self._random(parts[0])
         if kind == "function" and isinstance(argument := self.value(parts[1]), Fraction):
             return self._random(f"{parts[0]}({argument})")
         values = [self.value(part) for part in parts if isinstance(part, Tree)]
@@ -94,13 +96,6 @@ class _Point:
 
     def inexact(self, value: Any) -> Any:
         return self.context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
-
-    def _named(self, name: str) -> Any:
-        if name in ("e", "pi", "i"):
-            return self.context.j if name == "i" else +getattr(self.context, name)
-        if name in _CONSTANTS:
-            raise Unfit
-        return self._random(name)
 
     def _random(self, name: str) -> Fraction:
         if self.near is None:
@@ -152,16 +147,11 @@ def _root(value: Fraction, index: int) -> Fraction | None:
     """The root of a number, None where it is not rational or not real."""
     if index > 100 or (value < 0 and index % 2 == 0):
         return None
-    found = list[int]()
-    for part in (abs(value.numerator), value.denominator):
-        low, high = 0, 1 << (part.bit_length() // index + 1)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if middle**index < part else (low, middle)
-        if low**index != part:
-            return None
-        found.append(low)
-    return Fraction(*found) * (-1 if value < 0 else 1)
+    parts = abs(value.numerator), value.denominator
+    context = _context(32 << (max(parts).bit_length() // (96 * index)).bit_length())
+    over, under = (int(context.nint(context.root(part, index))) for part in parts)
+    exact = (over**index, under**index) == parts
+    return Fraction(over, under) * (-1 if value < 0 else 1) if exact else None
 
 
 @lru_cache(4096)

@@ -49,10 +49,11 @@ class Breakdown(RowFailure):
 class BoundFunction:
     """A user's function `inner`, whose `scores` are those of the rows that it is given, in any process.
 
-    `columns`: those that it takes besides the texts, "name?" where they may be missing. `everything`: all columns that
-    came with the prompts. `ids`: whether it gets token ids ("completion_ids"), `needs_ids`: not without. `logs`: TRL's
-    logging functions that it takes. `whole`: it gets all rows of a call at once. `components`: entries of an answered
-    dict that become columns; None: no dicts.
+    `call`: the function that is called, `inner` unless that takes other arguments. `columns`: those that it
+    takes besides the texts, "name?" where they may be missing. `everything`: all columns that came with the prompts.
+    `ids`: whether it gets token ids ("completion_ids"), `needs_ids`: not without. `logs`: TRL's logging functions that
+    it takes. `whole`: it gets all rows of a call at once. `components`: entries of an answered dict that become
+    columns; None: no dicts.
     """
 
     per_row = whole = ids = needs_ids = limits_itself = False
@@ -60,7 +61,7 @@ class BoundFunction:
     components: Sequence[str] | None = None
 
     def __init__(self, inner: Callable[..., Any], columns: tuple[str, ...], everything: bool) -> None:
-        self.inner, self.columns, self.everything = inner, columns, everything
+        self.inner, self.call, self.columns, self.everything = inner, inner, columns, everything
         self.is_async = is_async(inner)
 
     @property
@@ -150,12 +151,12 @@ class RowFunction(BoundFunction):
     per_row = True
 
     def __call__(self, prompt: Any, response: str, **columns: Any) -> Any:
-        return self.inner(prompt, response, **columns)
+        return self.call(prompt, response, **columns)
 
     def scores(self, rows: Rows, seconds: float) -> Any:
         others = [(name, values) for name, values in rows.items() if name not in ("prompt", "response")]
         calls = [
-            partial(self, prompt, response, **{name: values[row] for name, values in others})
+            partial(self.call, prompt, response, **{name: values[row] for name, values in others})
             for row, (prompt, response) in enumerate(zip(rows["prompt"], rows["response"], strict=True))
         ]
         together = self.is_async and len(calls) > 1
@@ -199,7 +200,7 @@ def from_compute_score(
     ground_truth: str = "ground_truth",
     extra_info: str | None = "extra_info",
     components: Sequence[str] = (),
-) -> ComputeScore:
+) -> RowFunction:
     """A reward function from verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
 
     The function, sync or async, is called by keyword for every row with the response's text, and returns a number or a
@@ -223,32 +224,27 @@ def from_compute_score(
         )
     needs_info = "extra_info" in taken and taken["extra_info"].default is inspect.Parameter.empty
     names = {"data_source": data_source, "ground_truth": ground_truth}
+    columns = dict.fromkeys(name.partition(".")[0] for name in names.values() if name is not None)
     if extra_info is not None and (everything or "extra_info" in taken):
         names["extra_info"] = extra_info
-    return ComputeScore(function, names, needs_info, tuple(components))
+        if (column := extra_info.partition(".")[0]) not in columns:
+            columns[f"{column}?"] = None
+    bound = RowFunction(function, tuple(columns), False)
+    bound.call, bound.components = partial(_compute_score, function, names, needs_info), tuple(components)
+    return bound
 
 
-class ComputeScore(RowFunction):
+def _compute_score(
+    function: Callable[..., Any], names: dict[str, str | None], needs_info: bool, _: Any, response: str, **columns: Any
+) -> Any:
     """`names`: the column, or the entry in one, that an argument is; the column of `extra_info` may be missing."""
-
-    def __init__(
-        self, function: Callable[..., Any], names: dict[str, str | None], needs_info: bool, components: tuple[str, ...]
-    ) -> None:
-        self._names, self._needs_info, self.components = names, needs_info, components
-        columns = {key: name.partition(".")[0] for key, name in names.items() if name is not None}
-        self._extra = columns.pop("extra_info", None)
-        needed = tuple(dict.fromkeys(columns.values()))
-        extra = () if self._extra is None or self._extra in needed else (f"{self._extra}?",)
-        super().__init__(function, (*needed, *extra), False)
-
-    def __call__(self, prompt: Any, response: str, **columns: Any) -> Any:
-        given = {key: name for key, name in self._names.items() if key != "extra_info" or self._extra in columns}
-        found = {key: None if name is None else _entry(columns, name) for key, name in given.items()}
-        if failed := [value for value in found.values() if isinstance(value, RowFailure)]:
-            return failed[0]
-        if self._needs_info:
-            found.setdefault("extra_info", {})
-        return self.inner(solution_str=response, **found)
+    given: dict[str, Any] = {"extra_info": {}} if needs_info else {}
+    for argument, name in names.items():
+        if name is None or name.partition(".")[0] in columns:
+            given[argument] = found = None if name is None else _entry(columns, name)
+            if isinstance(found, RowFailure):
+                return found
+    return function(solution_str=response, **given)
 
 
 def _entry(columns: dict[str, Any], name: str) -> Any:

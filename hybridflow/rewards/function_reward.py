@@ -132,15 +132,6 @@ class FunctionReward:
     def error(self, says: str) -> RewardError:
         return RewardError(f"reward function {self.name} {says} {self.where}")
 
-    def failed(self, failure: RowFailure, rows: str) -> RewardError:
-        """The error for rows that could not be judged, where that is not allowed."""
-        go_on = "set on_failure='zero' or 'mask' to go on without such rows."
-        if not isinstance(failure, Breakdown):
-            return self.error(f"{rows}: {failure.reason}. Mend the row, or {go_on}")
-        head, _, detail = failure.reason.partition(": ")
-        detail = f": {detail}" if detail else ""
-        return self.error(f"{head} {rows}{detail}. Fix the function, or {go_on}")
-
     def _per_token(self, value: Any, row: int, length: int) -> list[float]:
         if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
             raise self.error(
@@ -188,8 +179,15 @@ class Chunk(NamedTuple):
         return self.reward.per_row and self.reward.bound.is_async and len(self.at) > 1
 
     def failed(self, failure: RowFailure) -> RewardError:
+        """The error for rows that could not be judged, where that is not allowed."""
         first, last = self.table.rows[self.at[0]], self.table.rows[self.at[-1]]
-        return self.reward.failed(failure, f"at row {first}" if first == last else f"for rows {first}..{last}")
+        rows = f"at row {first}" if first == last else f"for rows {first}..{last}"
+        go_on = "set on_failure='zero' or 'mask' to go on without such rows."
+        if not isinstance(failure, Breakdown):
+            return self.reward.error(f"{rows}: {failure.reason}. Mend the row, or {go_on}")
+        head, _, detail = failure.reason.partition(": ")
+        detail = f": {detail}" if detail else ""
+        return self.reward.error(f"{head} {rows}{detail}. Fix the function, or {go_on}")
 
     def taken(self, outcome: Outcome, raising: bool) -> list[Answer] | None:
         """The answers of the chunk's rows; None where each row has to be called alone.

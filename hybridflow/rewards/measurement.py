@@ -46,11 +46,10 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 
 class Measure(NamedTuple):
-    """A product of units: its `factor`, the powers of its dimensions, and those of words that are no known unit."""
+    """A product of units: its `factor`, and the powers of its dimensions and of other words, with a blank before."""
 
     factor: Fraction
-    dimensions: frozenset[tuple[str, int]]
-    words: frozenset[tuple[str, int]]
+    powers: frozenset[tuple[str, int]]
 
 
 def _find(word: str) -> tuple[str, Fraction] | None:
@@ -64,7 +63,7 @@ def known_unit(word: str) -> bool:
 
 def unit(words: list[str]) -> Measure | None:
     """The unit that the words are: `km`, `/`, `h`, `^2`; None for no words."""
-    factor, powers, last, sign, power = Fraction(1), Counter[tuple[str, bool]](), "", 1, 1
+    factor, powers, last, sign, power = Fraction(1), Counter[str](), "", 1, 1
     for word in re.findall(r"/|\^-?\d|[^/^\s]+", " ".join(words)) if words != ["in"] else ["inch"]:
         if word in ("/", "per"):
             sign = -1
@@ -72,20 +71,17 @@ def unit(words: list[str]) -> Measure | None:
             power = _POWERS[word.lower()]
         else:
             times, last = (int(word[1:]) - 1, last) if word[0] == "^" else (power, word)
-            name, by = _find(last) or (last.lower().removesuffix("s"), None)
-            factor *= (by or Fraction(1)) ** (sign * times)
-            powers[name, by is not None] += sign * times
+            name, by = _find(last) or (f" {last.lower().removesuffix('s')}".rstrip(), Fraction(1))
+            factor *= by ** (sign * times)
+            powers[name] += sign * times
             power = 1
-    known, others = (
-        frozenset((name, count) for (name, known), count in powers.items() if count and name and known is which)
-        for which in (True, False)
-    )
-    return Measure(factor, known, others) if words else None
+    return Measure(factor, frozenset(one for one in powers.items() if all(one))) if words else None
 
 
 def conversion(a: Measure | None, b: Measure | None) -> Fraction | None:
     """The factor from unit a to unit b, 1 where one of them is left out; None where they differ."""
     if a is None or b is None:
         return Fraction(1)
-    same = a.dimensions == b.dimensions and (a.words <= b.words or b.words <= a.words)
+    same = a.powers <= b.powers or b.powers <= a.powers
+    same = same and all(name[0] == " " for name, _ in a.powers ^ b.powers)
     return a.factor / b.factor if same else None

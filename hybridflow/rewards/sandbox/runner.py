@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import functools
 import gc
 import json
 import linecache
@@ -58,17 +59,12 @@ def main(config: dict[str, Any]) -> NoReturn:
             _supervise(config, limits, ends, me)
 
     serve(owner, run, answers=False)
-    _remove(config["scratch"])
-    os._exit(0)
-
-
-def _remove(scratch: str | None) -> None:
-    """Supervisors end when the caller does; with them, or soon after, their directories go."""
-    due = time.monotonic() + 5.0
+    scratch, due = config["scratch"], time.monotonic() + 5.0
     while scratch is not None and os.path.exists(scratch) and time.monotonic() < due:
-        with suppress(OSError):  # not empty: one is not done yet
+        with suppress(OSError):  # supervisors end when the caller does, and one is not done yet
             os.rmdir(scratch)
         time.sleep(0.01)
+    os._exit(0)
 
 
 def _supervise(config: dict[str, Any], limits: dict[str, Any], ends: list[int], parent: int) -> None:
@@ -203,18 +199,15 @@ class Local(Remote):
     """A program in the process of the tests, which it can then reach: its objects are used as they are."""
 
     def __init__(self, load: Callable[[], Mapping[str, Any]]) -> None:
-        self.asked, self.ended, self.error = 1, False, ""
-        self._load, self._loaded = load, None
+        self.asked, self.given, self.ended, self.error = 1, True, False, ""
+        self._loaded = functools.cache(load)
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
-        if self._loaded is None:
-            self._loaded = self._load()
-        found = {name: find(self._loaded, name) for name in wanted}
+        found = {name: find(self._loaded(), name) for name in wanted}
         return {name: value for name, value in found.items() if value is not MISSING}
 
     def last_function(self) -> str:
-        self.names([])
-        return last_function(self._loaded or {})
+        return last_function(self._loaded())
 
 
 MISSING = object()

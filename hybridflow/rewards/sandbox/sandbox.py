@@ -189,7 +189,7 @@ def _configuration(end: int, scratch: str | None) -> dict[str, Any]:
         if os.path.exists(path) and path != "/" and not any(Path(path).is_relative_to(other) for other in readable):
             readable.append(path)
     return {
-        "caller": os.getpid(),
+        "caller": os.getpid(),  # so that its command line tells whose it is
         "socket": end,
         "root": str(_PACKAGE.parent),
         "packages": packages,

@@ -382,6 +382,9 @@ def test_tests_that_need_objects_are_not_judged_unless_they_share_the_process(sc
     assert {name: result.reason for name, result in zip(OBJECTS, results) if result.score != 1.0} == {}
     [wrong] = beside.results([WRONG], [["assert f(2) == 4"]])
     assert (wrong.score, wrong.status) == (0.0, "failed")
+    [unchecked] = beside.results(["def f(x): return []"], [["for one in f(2):\n    assert one == 4"]])
+    assert (unchecked.score, unchecked.status) == (0.0, "failed")
+    assert "none of its checks was executed" in unchecked.reason
     brief = Code(limits=Limits(seconds=2, memory_mb=256), same_process=True)
     endless = brief.results(["while True: pass", "import os\nos._exit(0)"], [["assert f(2) == 4"]] * 2)
     assert [result.score for result in endless] == [0.0, 0.0]
