@@ -155,9 +155,10 @@ def _add_plan(commands: Any) -> None:
     add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
     add("--budget", type=float, default=10.0, metavar="SECONDS", help="for all searches (default: 10)")
     add("--seed", type=int, default=0)
-    searches = ("auto", "auto_mapping", "exact", "mcmc", "similarity")
+    searches = ("auto", "auto_mapping", "exact", "mcmc", "similarity", "heuristic")
     meaning = (
-        "auto_mapping: a layout for each group; exact, mcmc (random changes): for each call; similarity: all on all"
+        "auto_mapping: a layout for each group; exact, mcmc (random changes): for each call; similarity: all on all; "
+        "heuristic: what an expert would write"
     )
     add("--search", choices=searches, default="auto", help=f"one search instead of those that suit the size. {meaning}")
     add("--save", metavar="FILE", help="the placement as YAML, for hf.auto(placement=FILE)")

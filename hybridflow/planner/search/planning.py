@@ -23,17 +23,20 @@ from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
 from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.explain import alternatives, colocated, infeasibility_report, stream_shape
+from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
 from hybridflow.planner.search.deadline import Deadline, TimeUpError
 from hybridflow.planner.search.offloading import offload_lines, offloaded
 from hybridflow.planner.search.similarity import similarity_map
+from hybridflow.planner.search.symmetric import compared_with, heuristic_map
 from hybridflow.settings import require
 
 Explained = tuple[ExecutionPlan, str]
 """A plan, and how it was found."""
-Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity"]
+Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity", "heuristic"]
+ON_ALL = {"similarity": "similarity search", "heuristic": "heuristic: tp inside a node, stages across nodes"}
+"""Searches that put all groups on all devices, and how they say that they found a plan."""
 SMALL, FEW = 1e7, 32
 """Execution plans, and devices, up to which all plans are tried, as far as time allows."""
 LEAST = 1.0
@@ -62,8 +65,9 @@ def plan(
     Each further layout of a group must shorten the iteration by more than the predictions' error
     (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks for
     one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity", which puts all groups on all devices. Idle models of `Graph.offload` wait in host memory where that
-    pays. Where nothing fits otherwise, ranks share rows (cp), unless `share_rows=False`.
+    "similarity" and "heuristic" (an expert's plan, see `search.symmetric`), which put all groups on all devices. Idle
+    models of `Graph.offload` wait in host memory where that pays. Where nothing fits otherwise, ranks share rows (cp),
+    unless `share_rows=False`.
 
     Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
     (for which model, how much memory is missing, and the smallest cluster that fits)."""
@@ -84,9 +88,9 @@ def plan(
                 found.append((_rounded(each, one), each, one))
         if found:
             break
-    if not found and search == "similarity":
+    if not found and search in ON_ALL:
         raise PlacementError(
-            f"search='similarity' puts all groups on all {spec.size} devices, where they do not fit or constraints "
+            f"search={search!r} puts all groups on all {spec.size} devices, where they do not fit or constraints "
             "part them. Use search='auto'."
         )
     if not found:
@@ -101,9 +105,9 @@ def _rounded(costs: Costs, one: Explained) -> float:
 
 def _search(costs: Costs, search: Search, deadline: Deadline, seed: int, per_call: bool) -> Explained | None:
     """The best plan of all that the search finds, and how it was found."""
-    if search == "similarity":
-        mapped = similarity_map(costs, deadline)
-        return None if mapped is None else (mapped, "similarity search")
+    if search in ON_ALL:
+        mapped = similarity_map(costs, deadline) if search == "similarity" else heuristic_map(costs)
+        return None if mapped is None else (mapped, ON_ALL[search])
     of_calls, shared = search != "auto_mapping" and (search != "auto" or per_call), None
     if search == "auto" and costs.updates:
         with suppress(PlacementError):  # groups cannot all be on all devices
@@ -166,7 +170,7 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
     shape = "\n".join([*filter(None, [shape]), *offload_lines(costs, found)])
     calls, cluster = _calls(costs, found, kept), str(costs.cluster)
     head = nodes, groups, calls, timeline.per_iteration, cluster, found_by
-    return Placement(*head, tuple(bars), shape, colocated(costs.offloading(())), others)
+    return Placement(*head, tuple(bars), shape, *compared_with(costs.offloading(())), others)
 
 
 def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[str, CallLayout]:
