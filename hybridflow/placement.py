@@ -158,6 +158,29 @@ class Colocated(_Checked):
         return f"{name}: {self.seconds:.4g} s per iteration; this one takes {share}."
 
 
+@dataclass(frozen=True)
+class LoopPrice(_Checked):
+    """A loop: seconds per iteration, updates by which its weights may be too old, devices; or why it cannot be
+    (`against`)."""
+
+    name: Text
+    seconds: NonNegative = 0.0
+    tokens_per_second: NonNegative = 0.0
+    staleness: Count = 0
+    devices: Text = ""
+    against: Text = ""
+
+
+def loop_table(loops: Sequence[LoopPrice]) -> str:
+    """A line for each loop, and which is the fastest."""
+    rows: list[tuple[str, ...]] = [("loop", "seconds", "tokens/s", "staleness", "devices")]
+    for one in loops:
+        priced = (f"{one.seconds:.4g}", f"{one.tokens_per_second:,.0f}") if one.seconds else ("-", "-")
+        rows.append((one.name, *priced, str(one.staleness), one.devices or f"not possible: {one.against}"))
+    best = min((one for one in loops if one.seconds), key=lambda one: one.seconds, default=None)
+    return _aligned(rows) + (f"\nfastest: {best.name}" if best else "")
+
+
 @dataclass(frozen=True, repr=False)
 class Placement(_Checked):
     """`placement["actor"]` is the actor's GroupPlacement.
@@ -165,9 +188,10 @@ class Placement(_Checked):
     `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
     of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap, and
     what models in host memory cost. It is compared with `colocated`, the plain placement, with `heuristic`, which an
-    expert would write, and with `symmetric`, the fastest in which all models are cut alike. `alternatives` computes the
-    runner-up of every call and why it lost, which takes a while. Errors: PlacementError for an unknown group, with the
-    nearest name.
+    expert would write, and with `symmetric`, the fastest in which all models are cut alike. `staleness` is all that a
+    stream needs of its bound. `alternatives` computes the runner-up of every call and why it lost, `loops` what other
+    loops would take (`loop_table`); both take a while. Errors: PlacementError for an unknown group, with the nearest
+    name.
     """
 
     nodes: tuple[int, ...]
@@ -181,7 +205,9 @@ class Placement(_Checked):
     colocated: Colocated | None = None
     heuristic: Colocated | None = None
     symmetric: Colocated | None = None
+    staleness: Annotated[int | None, Check("a whole number", lambda value: value is None or _is_size(value))] = None
     alternatives: Callable[[], Mapping[str, tuple[str, str]]] | None = field(default=None, compare=False)
+    loops: Callable[[], Sequence[LoopPrice]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_nodes(self.nodes)
@@ -216,7 +242,8 @@ class Placement(_Checked):
             del group["nodes"]
         body = {"groups": groups, "calls": _plain(self.calls), "bars": _plain(self.bars)}
         beside = {name: _plain(one) for name in _COMPARED if (one := getattr(self, name))}
-        return {**head, **body, **({"shape": self.shape} if self.shape else {}), **beside}
+        own = {name: value for name in ("shape", "staleness") if (value := getattr(self, name))}
+        return {**head, **body, **own, **beside}
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -244,11 +271,7 @@ class Placement(_Checked):
         return found
 
     def __repr__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([self._compared(), *lines])
+        return f"{self._compared()}\n{_aligned(self.rows())}"
 
     @property
     def faster(self) -> dict[str, float | None]:
@@ -258,14 +281,12 @@ class Placement(_Checked):
         return {name: one.slower(self.seconds) for name, one in known.items() if one is not None}
 
     def _compared(self) -> str:
-        lines = [self._title()]
-        if self.colocated is not None:
-            lines.append(self.colocated.compared(sum(self.nodes), self.seconds))
-        if self.symmetric is not None:
-            lines.append(self._against_symmetric(self.symmetric))
-        return "\n".join(lines)
+        plain = self.colocated and self.colocated.compared(sum(self.nodes), self.seconds)
+        return "\n".join(filter(None, [self._title(), plain, self._against_symmetric()]))
 
-    def _against_symmetric(self, best: Colocated) -> str:
+    def _against_symmetric(self) -> str:
+        if (best := self.symmetric) is None:
+            return ""
         over, other = self.faster.get("heuristic"), best.slower(self.seconds)
         if other is None:
             return f"No symmetric plan (all groups on all devices, cut alike): {best.against or 'none fits'}."
@@ -291,7 +312,7 @@ class Placement(_Checked):
 
     def explain(self) -> str:
         """For every call: devices, time and its limit, memory, and the reason against the runner-up."""
-        parts, calls = [self._compared()], self.explained().calls
+        parts, calls = ["\n".join(filter(None, [self._title(), self._against_symmetric()]))], self.explained().calls
         known = self.alternatives is not None or any(call.runner_up for call in calls.values())
         for name, call in calls.items():
             lines = [f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}"]
@@ -360,6 +381,14 @@ class Placement(_Checked):
 
 def _share(more: float) -> str:
     return f"{abs(more):.0%} {'slower' if more < -0.005 else 'faster'}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is its heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
 
 
 def _is_size(value: Any) -> bool:
@@ -451,4 +480,5 @@ def _from_plain(plain: Mapping[str, Any]) -> Placement:
     bars = tuple(Bar(**_values(bar)) for bar in plain["bars"])
     head = plain["seconds"], plain["cluster"], plain["found_by"]
     beside: dict[str, Any] = {name: Colocated(**plain[name]) for name in _COMPARED if name in plain}
-    return Placement(nodes, groups, calls, *head, bars, plain.get("shape", ""), **beside)
+    beside |= {name: plain[name] for name in ("shape", "staleness") if name in plain}
+    return Placement(nodes, groups, calls, *head, bars, **beside)
