@@ -3,11 +3,11 @@
 First the layers of a Llama of `--hidden` units in float32 are profiled on two host processes (`hybridflow profile`).
 With that profile the planner prices the four loops as `hybridflow plan` does (`planner.loops`), each on the hosts that
 it is then run on: GRPO with random rewards and two mini-batches, and lognormal response lengths, of which one in a
-thousand is longer than `--ratio` times the median, and cut there. Colocated: both hosts generate and train in turns. Split and
-streamed: one generates, the other trains, with whole batches one ahead, or `hf.stream` with `--staleness`. Elastic: one
-trains, both may generate (`gain`). Rows have the same lengths in all loops, which run in turn, `--rounds` times, after
-iterations that are not counted. `slower`: how much slower the machine was than while it was profiled, by the median
-loop; `error_at_one_speed` is the error of the predictions times that. Prints one JSON line.
+thousand is longer than `--ratio` times the median, and cut there. Colocated: both hosts generate and train in turns.
+Split and streamed: one generates, the other trains, with whole batches one ahead, or `hf.stream` with `--staleness`.
+Elastic: one trains, both may generate (`gain`). Rows have the same lengths in all loops, which run in turn, `--rounds`
+times, after iterations that are not counted. `slower`: how much slower the machine was than while it was profiled, by
+the median loop; `error_at_one_speed` is the error of the predictions times that. Prints one JSON line.
 """
 
 from __future__ import annotations
