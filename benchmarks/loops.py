@@ -52,7 +52,7 @@ class LongTailedActor(hf.ActorWorker):
 
     def __init__(self, *, lengths: ResponseLengths | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        if lengths is not None:
+        if lengths is not None and self.generation is not None:
             draw_lengths(self.generation.engine, lengths)
 
 

@@ -14,16 +14,20 @@ from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.topology import divisors
 
+_ENOUGH = 1e18  # bytes of KV cache for any rows
+
 
 @dataclass(frozen=True)
 class Symmetric:
-    """`plan` has `pp` stages of `tp` ranks, and `used` of `capacity` bytes on its fullest device."""
+    """`plan` has `pp` stages of `tp` ranks, and `used` of `capacity` bytes on its fullest device; the rest holds the
+    keys and values of all rows in `waves`."""
 
     pp: int
     tp: int
     plan: ExecutionPlan
     used: float
     capacity: float
+    waves: int
 
     def fits(self, margin: float = 0.0) -> bool:
         return self.used * (1 + margin) <= self.capacity
@@ -64,17 +68,23 @@ def _plan(costs: Costs, pp: int, tp: int) -> ExecutionPlan | None:
 def _measured(costs: Costs, pp: int, tp: int, plan: ExecutionPlan) -> Symmetric:
     homes = {call.name: plan[costs.homes[call.group]] for call in costs.calls}
     active = max(costs.added(call.name, plan[call.name], homes[call.name]).active for call in costs.calls)
-    devices = zip(costs.kept(plan), costs.capacity, strict=True)
-    used, capacity = max(((kept + active, most) for kept, most in devices), key=lambda one: one[0] / one[1])
-    return Symmetric(pp, tp, plan, used, capacity)
+    kept, waves = costs.kept(plan), 1
+    devices = zip(kept, costs.capacity, strict=True)
+    used, capacity = max(((static + active, most) for static, most in devices), key=lambda one: one[0] / one[1])
+    for call in (call for call in costs.calls if call.kind == "generation"):
+        room = costs.kv_budget(call.name, plan[call.name], max(kept))
+        wanted = costs.added(call.name, plan[call.name], kv_budget=_ENOUGH).kv_cache
+        waves = max(waves, math.ceil(wanted / max(room, 1.0)))
+    return Symmetric(pp, tp, plan, used, capacity, waves)
 
 
 def heuristic(costs: Costs, plans: list[Symmetric]) -> Symmetric | None:
     """tp inside a node, stages across nodes, data parallel ranks the rest: as few devices of a model as fit, also where
-    the prediction is too low by its error. None where none does."""
+    the prediction is too low by its error, with room for the keys and values of all rows, or in the fewest waves. None
+    where none does."""
     widest = max((one.tp for one in plans), default=0)
-    alike = sorted((one for one in plans if one.pp == 1 or one.tp == widest), key=lambda one: (one.tp, one.pp))
-    return next((one for one in alike if one.fits(costs.margin)), None)
+    alike = (one for one in plans if (one.pp == 1 or one.tp == widest) and one.fits(costs.margin))
+    return min(alike, key=lambda one: (one.waves, one.tp, one.pp), default=None)
 
 
 def heuristic_map(costs: Costs) -> ExecutionPlan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import PlacementError
 from hybridflow.placement import Placement
+from hybridflow.planner.cost.call_cost import cache_bytes
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Pin
-from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.symmetric import compared_with, heuristic, heuristic_map, symmetric_plans
@@ -46,7 +48,7 @@ def test_the_heuristic_is_the_first_that_fits_and_the_symmetric_one_the_fastest(
     size, node = costs.cluster.size, costs.cluster.nodes[0].count
     plain, expert, fastest = compared_with(costs)
     every = symmetric_plans(costs)
-    good, first = dict[tuple[int, int], float](), list[tuple[int, int]]()
+    good, first = dict[tuple[int, int], float](), list[tuple[int, int, int]]()
     for t in (t for t in range(1, node + 1) if node % t == 0):
         for p in (p for p in range(1, size // t + 1) if size // t % p == 0):
             if any(m is not None and (p > m.layers or not m.divides(t)) for m in costs.graph.models.values()):  # type: ignore[union-attr]
@@ -55,14 +57,26 @@ def test_the_heuristic_is_the_first_that_fits_and_the_symmetric_one_the_fastest(
             if fits(costs, by_hand):
                 good[p, t] = costs.timeline(by_hand).per_iteration
             if (p == 1 or t == node) and any(x.plan == by_hand and x.fits(costs.margin) for x in every):
-                first.append((t, p))
+                first.append((waves(costs, by_hand), t, p))
     if good:
         assert fastest.seconds <= min(good.values()) * (1 + 1e-9)
     if first:
-        assert (expert.tp, expert.pp) == min(first)
+        assert (expert.tp, expert.pp) == min(first)[1:]
         assert expert.seconds == pytest.approx(good[expert.pp, expert.tp])
     if plain.seconds and expert.pp == 1:
         assert plain.tp <= expert.tp
+
+
+def waves(costs: Costs, plan: ExecutionPlan) -> int:
+    """Times that the rows of a replica, 256 for each stage at most, fill what is left for their keys and values."""
+    (call,), work = (c for c in costs.calls if c.kind == "generation"), costs.workload
+    at = plan[call.name]
+    context = costs.context(call.group, at, call.kind)
+    assert context is not None
+    rows = min(-(-work.rows // at.parallel.d), 256 * at.parallel.p)
+    room = costs.kv_budget(call.name, at, max(costs.kept(plan)))
+    wanted = max(rows * work.under_way, min(rows, 8 * at.parallel.p) * work.longest)
+    return math.ceil(wanted * cache_bytes(context) / max(room, 1.0))
 
 
 def test_an_answer_says_how_much_faster_it_is(tmp_path: Path):
