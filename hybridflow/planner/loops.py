@@ -29,17 +29,18 @@ Planned = Callable[..., Placement]
 
 def generating_calls(graph: Graph) -> tuple[tuple[Call, ...], str]:
     """The calls that generate with weights that the loop trains, and the group that has these. Errors: PlacementError
-    for a loop without, or in which several groups generate so."""
-    found = dict[str, tuple[Call, ...]]()
-    for call in graph.calls:
+    for a loop without, or in which several groups do."""
+    calls, trained = list[Call](), set[str]()
+    for call in (call for call in graph.calls if call.kind == "generation"):
         steps = {graph.call(edge.source).group for edge in graph.into(call.name) if edge.kind == "parameters"}
-        if call.kind == "generation" and (steps := steps or {call.group} & graph.trained):
-            group = min(steps)
-            found[group] = (*found.get(group, ()), call)
-    if len(found) != 1 or len({call.group for calls in found.values() for call in calls}) != 1:
-        raise PlacementError(f"{len(found) or 'no'} groups generate with weights that the loop trains; one can.")
-    ((group, calls),) = found.items()
-    return calls, group
+        if steps:
+            calls.append(call)
+            trained |= steps
+    groups = sorted({call.group for call in calls})
+    if len(groups) != 1 or len(trained) != 1:
+        which = f"the groups {', '.join(groups)} generate" if groups else "no group generates"
+        raise PlacementError(f"{which} with weights that the loop trains; one can.")
+    return tuple(calls), trained.pop()
 
 
 def as_loop(graph: Graph, group: str | None = None, ahead: int = 0, continuous: bool = False) -> Graph:
@@ -80,7 +81,7 @@ def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness
     def placed(name: str, graph: Graph, *more: Constraint) -> LoopPrice:
         calls, _ = generating_calls(graph)
         try:
-            same = own if graph == costs.graph and not more else None
+            same = own if graph == costs.graph else None
             kept = [one for one in costs.constraints if {*groups_of(one)} <= {*graph.groups}]
             return _price(costs, name, calls[0], same or planned(graph, constraints=[*kept, *more]))
         except PlacementError as error:
@@ -132,7 +133,10 @@ def needed_staleness(costs: Costs, plan: ExecutionPlan) -> int | None:
     ahead = max((call.ahead for call in costs.calls if call.kind == "generation"), default=0)
     if not ahead:
         return None
-    calls, _ = generating_calls(costs.graph)
+    try:
+        calls, _ = generating_calls(costs.graph)
+    except PlacementError:  # of several groups
+        return ahead
     group, continuous = calls[0].group, calls[0].continuous
 
     def seconds(bound: int) -> float:

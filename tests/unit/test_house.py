@@ -65,7 +65,7 @@ BUDGET = {"": 2500, "cli": 1350, "run": 1200, "streams": 1700, "tracking": 2200,
 BUDGET |= {"cluster": 5300, "environments": 2450, "engines": 10800, "rewards": 4100, "planner": 7300, "data": 1350}
 BUDGET |= {"models": 1000, "algorithms": 3000, "engine3d": 2750, "protocols": 320, "batch": 1068, "processes": 550}
 LARGER = {"": 2816, "algorithms": 3184, "batch": 1183, "cli": 1745, "cluster": 7526, "data": 1836, "engines": 14261}
-LARGER |= {"environments": 2971, "models": 1448, "planner": 8700, "processes": 556, "protocols": 334, "rewards": 5653}
+LARGER |= {"environments": 2971, "models": 1448, "planner": 8704, "processes": 556, "protocols": 334, "rewards": 5653}
 LARGER |= {"engine3d": 2896, "tracing": 1069, "run": 1992, "tracking": 2548, "workers": 3134}
 TWINS = {"__init__.py", "engine.py", "layout.py", "optimizer.py"}  # one for each backend
 # Phrases that docs/architecture.md's words and plain English have better ones for.

@@ -100,7 +100,7 @@ def test_why_a_loop_cannot_be():
     assert "fastest: colocated" in table
     frozen = replace(graph, calls=graph.calls[1:4], edges=(), trained=frozenset())
     reasons = {one.against for one in price_loops(Costs(ClusterSpec.of("a100:1x1"), frozen, WORK), plan, None)}
-    assert reasons == {"no groups generate with weights that the loop trains; one can."}
+    assert reasons == {"no group generates with weights that the loop trains; one can."}
     with pytest.raises(ConfigError, match="staleness=-1: give a whole number"):
         plan(graph, "a100:1x1", WORK, staleness=-1)
 
@@ -130,6 +130,19 @@ def test_loops_on_devices_of_each_side_are_priced_as_they_are_simulated(rows: in
     for first, second in itertools.combinations(priced, 2):
         if simulated[first] > 1.15 * simulated[second]:
             assert priced[first] > priced[second], (first, second)
+
+
+def test_a_stream_of_two_groups_keeps_its_bound_and_has_no_other_loop():
+    graph = graph_of(3)
+    call = graph.call(GENERATE)
+    other = replace(call, name="second.generate_sequences", group="second")
+    edges = [replace(edge, target=other.name) for edge in graph.into(GENERATE)]
+    models = {**graph.models, "second": graph.models["rollout"]}
+    both = replace(graph, calls=(call, other, *graph.calls[1:]), edges=(*graph.edges, *edges), models=models)
+    placed, found = loops_of(both, "a100:1x4", replace(WORK, rows=16), search="auto_mapping")
+    assert placed.staleness == 3
+    said = "the groups rollout, second generate with weights that the loop trains; one can."
+    assert {one.against for one in found.values()} == {said}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4, 8])
