@@ -13,7 +13,7 @@ DEV_ENV := .venv/.ready-dev
 CODE := hybridflow recipes tests benchmarks tools
 CUDA_SUITES := $(patsubst %,tests/contracts/test_%.py,train_engine zero_partition optimizer_moves sharded_engines lora_training lora_any_model packing engine_splits fsdp_layout logits any_model megatron_families fsdp_families) tests/integration/test_failed_transitions.py
 CUDA_SUITES += $(patsubst %,tests/integration/test_expert_generation.py::test_experts_lie_whole_on_ranks[%-1-2],mixtral qwen2_moe)
-BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth fault_simulation checkpoints streams elastic timesharing environments throughput calls generation_sizes
+BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth loops fault_simulation checkpoints streams elastic timesharing environments throughput calls generation_sizes
 
 # One thread per process: a run is many processes, and the models that fit a CPU are small.
 export OMP_NUM_THREADS ?= 1

@@ -53,23 +53,28 @@ def make_policy(directory: Path, context: int, hidden: int = 128) -> str:
     return str(directory)
 
 
-class LongTailedRollout(hf.RolloutWorker):
+def draw_lengths(engine: Any, lengths: ResponseLengths) -> None:
     """Responses have lengths drawn from `lengths` by the seeds of their rows, so a row has the same length in any loop.
 
     The length is the row's own `max_tokens`: vLLM ends the request there, and does not schedule by it.
     """
+    new_rows = engine.new_rows
+
+    def rows_with_lengths(*args: Any, **options: Any) -> list[Row]:
+        rows = new_rows(*args, **options)
+        for row in rows:
+            row.sampling = replace(row.sampling, max_tokens=lengths.draw(random.Random(row.seed)))
+        return rows
+
+    engine.new_rows = rows_with_lengths
+
+
+class LongTailedRollout(hf.RolloutWorker):
+    """Its responses have drawn `lengths`."""
 
     def __init__(self, *, model: str, generate: hf.VLLM, lengths: ResponseLengths) -> None:
         super().__init__(model=model, generate=generate)
-        new_rows = self.engine.new_rows
-
-        def rows_with_lengths(*args: Any, **options: Any) -> list[Row]:
-            rows = new_rows(*args, **options)
-            for row in rows:
-                row.sampling = replace(row.sampling, max_tokens=lengths.draw(random.Random(row.seed)))
-            return rows
-
-        self.engine.new_rows = rows_with_lengths  # type: ignore[method-assign]
+        draw_lengths(self.engine, lengths)
 
     @hf.register(hf.ONE_TO_ALL)
     def decoding_seconds(self, rows: int, context: int, steps: int) -> tuple[float, float]:

@@ -23,6 +23,8 @@ Strategy = Megatron | FSDP | ZeRO
 _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
 GIB = float(1 << 30)
 _MOST = 1 << 20  # devices of a range: a typo must not fill the memory
+_COMPARED = ("colocated", "heuristic", "symmetric")
+"""Of a `Placement`, what it is compared with."""
 Text = Annotated[str, Check("a text", lambda value: isinstance(value, str))]
 _FORM = "(p, t, d), or with cp and ep behind them"
 Sizes = Annotated[tuple[int, ...], Check(_FORM, lambda value: len(value) in (3, 5) and all(map(_is_size, value)))]
@@ -123,7 +125,7 @@ class Bar(_Checked):
 
 @dataclass(frozen=True)
 class Colocated(_Checked):
-    """What a placement is compared with: all groups on all devices, with `tp` inside a node, the smallest that fits.
+    """What a placement is compared with: all groups on all devices, with `tp` inside a node and `pp` stages.
 
     `seconds` of an iteration; `memory`: bytes on its fullest device, out of `capacity`, more than that where it does
     not fit; `against`: why it cannot be.
@@ -134,6 +136,11 @@ class Colocated(_Checked):
     memory: NonNegative = 0.0
     capacity: NonNegative = 0.0
     against: Text = ""
+    pp: Count = 1
+
+    def slower(self, seconds: float) -> float | None:
+        """The share by which it takes longer than `seconds`; None where it cannot run."""
+        return self.seconds / seconds - 1 if self.seconds and seconds else None
 
     def compared(self, devices: int, seconds: float) -> str:
         """A sentence on a placement on `devices` with these `seconds`."""
@@ -151,15 +158,40 @@ class Colocated(_Checked):
         return f"{name}: {self.seconds:.4g} s per iteration; this one takes {share}."
 
 
+@dataclass(frozen=True)
+class LoopPrice(_Checked):
+    """A loop: seconds per iteration, updates by which its weights may be too old, devices; or why it cannot be
+    (`against`)."""
+
+    name: Text
+    seconds: NonNegative = 0.0
+    tokens_per_second: NonNegative = 0.0
+    staleness: Count = 0
+    devices: Text = ""
+    against: Text = ""
+
+
+def loop_table(loops: Sequence[LoopPrice]) -> str:
+    """A line for each loop, and which is the fastest."""
+    rows: list[tuple[str, ...]] = [("loop", "seconds", "tokens/s", "staleness", "devices")]
+    for one in loops:
+        priced = (f"{one.seconds:.4g}", f"{one.tokens_per_second:,.0f}") if one.seconds else ("-", "-")
+        rows.append((one.name, *priced, str(one.staleness), one.devices or f"not possible: {one.against}"))
+    best = min((one for one in loops if one.seconds), key=lambda one: one.seconds, default=None)
+    return _aligned(rows) + (f"\nfastest: {best.name}" if best else "")
+
+
 @dataclass(frozen=True, repr=False)
 class Placement(_Checked):
     """`placement["actor"]` is the actor's GroupPlacement.
 
     `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
     of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap, and
-    what models in host memory cost, `colocated` the plain placement that it is compared with.
-    `alternatives` computes the runner-up of every call and why it lost, which takes a while. Errors: PlacementError for
-    an unknown group, with the nearest name.
+    what models in host memory cost. It is compared with `colocated`, the plain placement, with `heuristic`, which an
+    expert would write, and with `symmetric`, the fastest in which all models are cut alike. `staleness` is all that a
+    stream needs of its bound. `alternatives` computes the runner-up of every call and why it lost, `loops` what other
+    loops would take (`loop_table`); both take a while. Errors: PlacementError for an unknown group, with the nearest
+    name.
     """
 
     nodes: tuple[int, ...]
@@ -171,7 +203,11 @@ class Placement(_Checked):
     bars: tuple[Bar, ...] = ()
     shape: Text = ""
     colocated: Colocated | None = None
+    heuristic: Colocated | None = None
+    symmetric: Colocated | None = None
+    staleness: Annotated[int | None, Check("a whole number", lambda value: value is None or _is_size(value))] = None
     alternatives: Callable[[], Mapping[str, tuple[str, str]]] | None = field(default=None, compare=False)
+    loops: Callable[[], Sequence[LoopPrice]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_nodes(self.nodes)
@@ -205,8 +241,9 @@ class Placement(_Checked):
         for group in groups.values():
             del group["nodes"]
         body = {"groups": groups, "calls": _plain(self.calls), "bars": _plain(self.bars)}
-        beside = {"colocated": _plain(self.colocated)} if self.colocated else {}
-        return {**head, **body, **({"shape": self.shape} if self.shape else {}), **beside}
+        beside = {name: _plain(one) for name in _COMPARED if (one := getattr(self, name))}
+        own = {name: value for name in ("shape", "staleness") if (value := getattr(self, name))}
+        return {**head, **body, **own, **beside}
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -234,15 +271,29 @@ class Placement(_Checked):
         return found
 
     def __repr__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([self._compared(), *lines])
+        return f"{self._compared()}\n{_aligned(self.rows())}"
+
+    @property
+    def faster(self) -> dict[str, float | None]:
+        """By what share of throughput it is faster than the `heuristic` and the fastest `symmetric` plan; None where no
+        such plan can run."""
+        known = {name: getattr(self, name) for name in _COMPARED[1:]}
+        return {name: one.slower(self.seconds) for name, one in known.items() if one is not None}
 
     def _compared(self) -> str:
-        against = self.colocated and self.colocated.compared(sum(self.nodes), self.seconds)
-        return f"{self._title()}\n{against}" if against else self._title()
+        plain = self.colocated and self.colocated.compared(sum(self.nodes), self.seconds)
+        return "\n".join(filter(None, [self._title(), plain, self._against_symmetric()]))
+
+    def _against_symmetric(self) -> str:
+        if (best := self.symmetric) is None:
+            return ""
+        over, other = self.faster.get("heuristic"), best.slower(self.seconds)
+        if other is None:
+            return f"No symmetric plan (all groups on all devices, cut alike): {best.against or 'none fits'}."
+        second = f"{_share(other)} than the best symmetric plan (tp={best.tp}, pp={best.pp})"
+        if self.heuristic is None or over is None:
+            return f"{second}; the heuristic does not fit."
+        return f"{_share(over)} than the heuristic (tp={self.heuristic.tp}, pp={self.heuristic.pp}), {second}."
 
     def _title(self) -> str:
         where, how = self.cluster or list(self.nodes), self.found_by or "given"
@@ -261,7 +312,7 @@ class Placement(_Checked):
 
     def explain(self) -> str:
         """For every call: devices, time and its limit, memory, and the reason against the runner-up."""
-        parts, calls = [self._title()], self.explained().calls
+        parts, calls = ["\n".join(filter(None, [self._title(), self._against_symmetric()]))], self.explained().calls
         known = self.alternatives is not None or any(call.runner_up for call in calls.values())
         for name, call in calls.items():
             lines = [f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}"]
@@ -326,6 +377,18 @@ class Placement(_Checked):
 
     def _on_cpu(self, bar: Bar) -> bool:
         return bar.call in self.calls and self.calls[bar.call].kind == "function"
+
+
+def _share(more: float) -> str:
+    return f"{abs(more):.0%} {'slower' if more < -0.005 else 'faster'}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is its heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
 
 
 def _is_size(value: Any) -> bool:
@@ -416,5 +479,6 @@ def _from_plain(plain: Mapping[str, Any]) -> Placement:
     calls = {name: CallLayout(**_values(call)) for name, call in plain["calls"].items()}
     bars = tuple(Bar(**_values(bar)) for bar in plain["bars"])
     head = plain["seconds"], plain["cluster"], plain["found_by"]
-    beside = Colocated(**plain["colocated"]) if "colocated" in plain else None
-    return Placement(nodes, groups, calls, *head, bars, plain.get("shape", ""), beside)
+    beside: dict[str, Any] = {name: Colocated(**plain[name]) for name in _COMPARED if name in plain}
+    beside |= {name: plain[name] for name in ("shape", "staleness") if name in plain}
+    return Placement(nodes, groups, calls, *head, bars, **beside)

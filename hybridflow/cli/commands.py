@@ -155,11 +155,18 @@ def _add_plan(commands: Any) -> None:
     add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
     add("--budget", type=float, default=10.0, metavar="SECONDS", help="for all searches (default: 10)")
     add("--seed", type=int, default=0)
-    searches = ("auto", "auto_mapping", "exact", "mcmc", "similarity")
+    searches = ("auto", "auto_mapping", "exact", "mcmc", "similarity", "heuristic")
     meaning = (
-        "auto_mapping: a layout for each group; exact, mcmc (random changes): for each call; similarity: all on all"
+        "auto_mapping: a layout for each group; exact, mcmc (random changes): for each call; similarity: all on all; "
+        "heuristic: what an expert would write"
     )
     add("--search", choices=searches, default="auto", help=f"one search instead of those that suit the size. {meaning}")
+    add(
+        "--staleness",
+        type=int,
+        metavar="UPDATES",
+        help="bound of the loops that generate ahead (default: the driver's)",
+    )
     add("--save", metavar="FILE", help="the placement as YAML, for hf.auto(placement=FILE)")
     add("--chart", metavar="FILE", help="devices over time as PNG")
     add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
@@ -304,6 +311,7 @@ def _estimate(given: argparse.Namespace, rest: Sequence[str]) -> None:
 def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
     for target in (given.save, given.chart):
         _check_target(target)
+    from hybridflow.placement import loop_table
     from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
     from hybridflow.planner.cost.layer_profile import LayerProfile
     from hybridflow.tracing.auto import plan_driver
@@ -320,11 +328,14 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
         seed=given.seed,
         per_call=not given.one_layout,
         search=given.search,
+        staleness=given.staleness,
     )
     print(placement)
     if not given.quiet:
         placement = placement.explained()
         print(f"\n{placement.explain()}")
+    if not given.quiet and placement.loops is not None:
+        print(f"\n{loop_table(placement.loops())}")
     if given.save:
         placement.save(given.save)
     if given.chart:

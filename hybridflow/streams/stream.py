@@ -61,7 +61,8 @@ def stream(
     Generation continues while the loop trains. No token of a batch is more than `max_staleness` weight updates old (the
     versions are in `policy_version`): that bounds the groups under way, see `Admission`, and nothing is thrown away
     unless `on_stale="drop"`. Groups come in the order in which they finish, inside a batch in the loader's order. With
-    `max_staleness=0` the loop is the synchronous one: each batch is a call of `generate_sequences`.
+    `max_staleness=0` the loop is the synchronous one: each batch is a call of `generate_sequences`. A placement of
+    `hf.auto` lowers the bound to what keeps its devices busy.
 
     `rollout` is one or several groups that generate: rollouts, to which the loop gives the new weights by
     `hf.sync_weights(actor, rollout)`, or an actor with generation, whose unfinished responses continue after its
@@ -81,6 +82,9 @@ def stream(
     not give new weights to the rollouts when the bound asks for it.
     """
     require(isinstance(loader, PromptSource), f"stream takes a PromptLoader, got {type(loader).__name__}.")
+    planned = Session.assignment
+    if planned is not None and planned.staleness is not None and max_staleness:
+        max_staleness = min(max_staleness, planned.staleness)
     options = StreamOptions(rows=rows, n=n, max_staleness=max_staleness, on_stale=on_stale)  # type: ignore[arg-type]
     until = Until(seconds=call_seconds)
     require(copy_seconds > 0, f"stream(copy_seconds={copy_seconds}): give seconds above 0.")

@@ -47,11 +47,12 @@ def plan_driver(
     seed: int = 0,
     per_call: bool = True,
     search: Search = "auto",
+    staleness: int | None = None,
 ) -> Placement:
     """The placement of the groups of `driver(*arguments)` that takes the least time per iteration, as predicted.
 
-    The driver is traced (see `tracing.trace_driver`, also for `models`), and placements are searched (`search` as for
-    `planner.plan`), in `budget_s` seconds for both; after a trace that took them all, in one.
+    The driver is traced (see `tracing.trace_driver`, also for `models`), and placements are searched (`search` and
+    `staleness` as for `planner.plan`), in `budget_s` seconds for both; after a trace that took them all, in one.
 
     With `per_call=False` all calls of a group have one layout, with generation sizes inside it; groups that train
     adapters or have no `Worker.replica` always do. If the models do not fit otherwise and the driver does not set it,
@@ -67,12 +68,12 @@ def plan_driver(
 
     def planned(work: Workload, last: bool) -> Placement:
         how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": deadline, "seed": seed}
-        how["share_rows"] = last
+        how |= {"share_rows": last, "staleness": staleness}
         return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, search=search, **how), work)
 
     placed = _fitting(found, workload, work, planned)
     hint = "devices move in iterations of hf.Elastic: plan_elastic(...) of the driver prices that, not this placement"
-    return replace(placed, shape=hint) if found.elastic else placed
+    return replace(placed, shape=hint, loops=None) if found.elastic else placed
 
 
 def _fitting(found: Trace, given: Given, work: Workload, planned: Callable[[Workload, bool], T]) -> T:

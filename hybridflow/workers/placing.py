@@ -267,8 +267,8 @@ def _part(
 
 
 def apply_placement(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with the sizes of `where` in `train` and `generate`. `PRICED` and the memory fraction of generation
-    are taken from `where` where they have default values; the driver's other settings stay."""
+    """`settings` with the sizes of `where` in `train` and `generate`. `PRICED`, the memory fraction of generation
+    and its rows under way are those of `where` where they have default values; the driver's other settings stay."""
     out = dict(settings)
     if where.train is not None and isinstance(given := settings.get("train"), TrainStrategy):
         out["train"] = _train(where.train, given)
@@ -276,7 +276,9 @@ def apply_placement(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[
         out["offload"] = where.offload
     if where.generate is not None and isinstance(given := settings.get("generate"), VLLM):
         share = chosen(given, "memory_fraction") or where.memory_fraction or given.memory_fraction
-        out["generate"] = replace(given, pp=where.generate[0], tp=where.generate[1], memory_fraction=share)
+        pp, tp = where.generate
+        rows = chosen(given, "max_sequences") or pp * given.max_sequences  # prices give each micro-batch as many
+        out["generate"] = replace(given, pp=pp, tp=tp, memory_fraction=share, max_sequences=rows)
     return out
 
 

@@ -25,6 +25,7 @@ ARGUMENTS = {
     "generation": "--repeats 1 --models 0.6M",
     "generation_sizes": "--rows 8 --repeats 1",
     "iteration": "--iterations 2 --devices 1",
+    "loops": "--rows 8 --n 2 --median 8 --iterations 1 --warm-up 1 --rounds 1 --repeats 1",
     "paper": "",
     "packing": "--rows 8 --repeats 1",
     "planner": "--devices 16 --budgets 1",

@@ -202,6 +202,9 @@ def test_a_plan_on_the_command_line(home: Path, capsys: pytest.CaptureFixture[st
     assert text.count("Plain placement (all groups on all 4 devices, tp=") == 1
     for expected in ("s per iteration on a100:1x4", "actor.update_actor", "reward.compute_reward", "runner-up"):
         assert expected in text
+    assert text.count("faster than the heuristic (tp=") == 2, "in the answer and in its explanation"
+    loops = [line.partition(" ")[0] for line in text.splitlines()[-5:]]
+    assert loops == ["colocated", "split", "streamed", "elastic", "fastest:"]
     placement = Placement.load(saved)
     assert str(placement) in text
     assert placement.groups["actor"].train is not None

@@ -138,7 +138,7 @@ class GraphSchedule:
         closing = {i: [(j, back) for j, back in node.before if back] for i, node in enumerate(self.nodes)}
         self._closing = {i: lasts for i, lasts in closing.items() if lasts}
         moved = ((i, graph.calls[node.call]) for i, node in enumerate(self.nodes) if node.moved_from is not None)
-        self._interrupting = [i for i, call in moved if call.continuous]
+        self._interrupting = [i for i, call in moved if call.ahead]
         in_flight = max(IN_FLIGHT, 1 + max((call.ahead for call in graph.calls), default=0))
         count = len(self.nodes)
         self.before: list[set[int]] = []  # what each node of every iteration waits for

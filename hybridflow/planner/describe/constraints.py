@@ -95,6 +95,13 @@ class OneLayout(_Named):
 Constraint = Pin | Cap | Apart | Together | OneLayout
 
 
+def groups_of(constraint: Constraint) -> tuple[str, ...]:
+    """The groups that it names."""
+    if isinstance(constraint, Apart | Together):
+        return constraint.first, constraint.second
+    return (constraint.group,)
+
+
 class Rules:
     """Constraints, checked against each other and ready to be asked. Errors: PlacementError for an unknown group,
     devices beyond the cluster, and for constraints that contradict each other, naming them."""
@@ -189,8 +196,7 @@ class Rules:
 
 
 def _check_known(constraint: Constraint, groups: Sequence[str], devices: int) -> None:
-    pair = isinstance(constraint, Apart | Together)
-    named = [constraint.first, constraint.second] if pair else [constraint.group]
+    named = groups_of(constraint)
     for group in named:
         if group not in groups:
             raise PlacementError(f"{constraint}: the loop has no group {group!r}.{nearest(group, groups)}")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import GIB, Bar, CallLayout, CallPlacement, GroupPlacement, Placement
@@ -23,21 +24,28 @@ from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
 from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.explain import alternatives, colocated, infeasibility_report, stream_shape
+from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
+from hybridflow.planner.loops import needed_staleness, price_loops
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
 from hybridflow.planner.search.deadline import Deadline, TimeUpError
 from hybridflow.planner.search.offloading import offload_lines, offloaded
 from hybridflow.planner.search.similarity import similarity_map
+from hybridflow.planner.search.symmetric import compared_with, heuristic_map
 from hybridflow.settings import require
 
 Explained = tuple[ExecutionPlan, str]
 """A plan, and how it was found."""
-Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity"]
+Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity", "heuristic"]
+ON_ALL = {"similarity": "similarity search", "heuristic": "heuristic: tp inside a node, stages across nodes"}
+"""Searches that put all groups on all devices, and how they say that they found a plan."""
 SMALL, FEW = 1e7, 32
 """Execution plans, and devices, up to which all plans are tried, as far as time allows."""
 LEAST = 1.0
 """Seconds to search where no plan is known yet, or a trace has taken all of them."""
+
+LOOP_SECONDS = 2.5
+"""Of the search for another loop's placement, at most: a quarter of the time for this one's."""
 
 
 def plan(
@@ -53,6 +61,7 @@ def plan(
     per_call: bool = True,
     search: Search = "auto",
     share_rows: bool = True,
+    staleness: int | None = None,
 ) -> Placement:
     """The placement with the least time per iteration that is found in `budget_s` seconds.
 
@@ -62,48 +71,63 @@ def plan(
     Each further layout of a group must shorten the iteration by more than the predictions' error
     (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks for
     one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity", which puts all groups on all devices. Idle models of `Graph.offload` wait in host memory where that
-    pays. Where nothing fits otherwise, ranks share rows (cp), unless `share_rows=False`.
+    "similarity" and "heuristic" (an expert's plan, see `search.symmetric`), which put all groups on all devices. Idle
+    models of `Graph.offload` wait in host memory where that pays. Where nothing fits otherwise, ranks share rows (cp),
+    unless `share_rows=False`.
+
+    `Placement.loops` prices the workload as other loops, too, with `staleness` as the bound of those that generate
+    ahead (default: that of the loop, at least 1).
 
     Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
     (for which model, how much memory is missing, and the smallest cluster that fits)."""
     deadline = Deadline.of(budget_s)
+    loop_s = min(LOOP_SECONDS, max(LEAST, deadline.at - deadline.clock()) / 4)
     require(workload.micro_batches is None, "Workload(micro_batches): engines cut by micro_tokens. Leave it out.")
+    good = staleness is None or (type(staleness) is int and staleness >= 0)
+    require(good, f"staleness={staleness!r}: give a whole number of weight updates.")
     if search not in get_args(Search):
         raise ConfigError(f"search={search!r} is unknown.{nearest(str(search), get_args(Search))}")
     spec = ClusterSpec.of(cluster)
     if profile is not None:
         spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)
     costs = Costs(spec, graph, workload, coefficients, profile, constraints, coefficients.error)
-    found = list[tuple[float, Costs, Explained]]()
-    for own in (costs, *([costs.sharing_rows()] * share_rows)):
-        left = offloaded(own, deadline.part(1 / 4))
-        while left:
-            until, each = deadline.part(1 / len(left)), left.pop(0)
-            if (one := _search(each, search, until, seed, per_call)) is not None:
-                found.append((_rounded(each, one), each, one))
-        if found:
-            break
-    if not found and search == "similarity":
+    run = partial(_search, search=search, seed=seed, per_call=per_call)
+    found = _searched(costs, run, deadline) or (share_rows and _searched(costs.sharing_rows(), run, deadline))
+    if not found and search in ON_ALL:
         raise PlacementError(
-            f"search='similarity' puts all groups on all {spec.size} devices, where they do not fit or constraints "
+            f"search={search!r} puts all groups on all {spec.size} devices, where they do not fit or constraints "
             "part them. Use search='auto'."
         )
     if not found:
         raise infeasibility_report(costs, per_call=per_call)
-    _, costs, one = min(found, key=lambda each: each[0])
-    return placement_of(costs, *one)
+    costs, one = found
+    how: dict[str, Any] = {"seed": seed, "per_call": per_call, "share_rows": share_rows, "budget_s": loop_s}
+    again = partial(plan, cluster=spec, workload=workload, coefficients=coefficients, profile=profile, **how)
+    placed = placement_of(costs, *one)
+    return replace(placed, loops=partial(price_loops, costs, again, placed, staleness))
 
 
 def _rounded(costs: Costs, one: Explained) -> float:
     return float(f"{costs.weighted(costs.timeline(one[0]).per_iteration, one[0]):.6g}")
 
 
-def _search(costs: Costs, search: Search, deadline: Deadline, seed: int, per_call: bool) -> Explained | None:
+def _searched(
+    costs: Costs, search: Callable[..., Explained | None], deadline: Deadline
+) -> tuple[Costs, Explained] | None:
+    """The best of all sets of models that may be worth keeping in host memory."""
+    left, found = offloaded(costs, deadline.part(1 / 4)), list[tuple[Costs, Explained]]()
+    while left:
+        until, own = deadline.part(1 / len(left)), left.pop(0)
+        if (one := search(own, deadline=until)) is not None:
+            found.append((own, one))
+    return min(found, key=lambda each: _rounded(*each), default=None)
+
+
+def _search(costs: Costs, *, search: Search, deadline: Deadline, seed: int, per_call: bool) -> Explained | None:
     """The best plan of all that the search finds, and how it was found."""
-    if search == "similarity":
-        mapped = similarity_map(costs, deadline)
-        return None if mapped is None else (mapped, "similarity search")
+    if search in ON_ALL:
+        mapped = similarity_map(costs, deadline) if search == "similarity" else heuristic_map(costs)
+        return None if mapped is None else (mapped, ON_ALL[search])
     of_calls, shared = search != "auto_mapping" and (search != "auto" or per_call), None
     if search == "auto" and costs.updates:
         with suppress(PlacementError):  # groups cannot all be on all devices
@@ -163,10 +187,14 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
         group, moves = costs.graph.call(span.call).group, span.moves is not None
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
     others, shape = partial(alternatives, costs, found), stream_shape(costs, found, timeline.per_iteration)
+    needed = needed_staleness(costs, found)
+    if shape and needed is not None and needed < max(call.ahead for call in costs.calls):
+        shape += f"; max_staleness={needed} is enough"
     shape = "\n".join([*filter(None, [shape]), *offload_lines(costs, found)])
     calls, cluster = _calls(costs, found, kept), str(costs.cluster)
     head = nodes, groups, calls, timeline.per_iteration, cluster, found_by
-    return Placement(*head, tuple(bars), shape, colocated(costs.offloading(())), others)
+    compared = compared_with(costs.offloading(()))
+    return Placement(*head, tuple(bars), shape, *compared, needed, others)
 
 
 def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[str, CallLayout]:

@@ -51,6 +51,13 @@ def test_generation_has_the_memory_that_it_was_priced_with():
     assert apply_placement(without, {"generate": hf.VLLM()})["generate"] == hf.VLLM()
 
 
+@pytest.mark.parametrize(("given", "rows"), [({}, 1024), ({"max_sequences": 100}, 100)])
+def test_stages_of_generation_have_as_many_rows_each_as_one_engine(given, rows):
+    """vLLM's bound is for all micro-batches."""
+    where = GroupPlacement((0, 1, 2, 3), (4,), hf.Megatron(), (4, 1))
+    assert apply_placement(where, {"generate": hf.VLLM(**given)})["generate"].max_sequences == rows
+
+
 def test_stages_that_are_as_many_stay():
     where = GroupPlacement((0, 1), (2,), hf.Megatron(pp=2, dp=1))
     assert apply_placement(where, {"train": hf.Megatron(pp=2, stage_layers=(3, 1))})["train"].stage_layers == (3, 1)
