@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.config import VLLM
+from hybridflow.config import KV, VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.contract import STATES, TrainState
@@ -90,16 +90,18 @@ class RolloutWorker(RowSession, Worker):
             if self._rests:
                 self.engine.together(self.engine.memory().acquire)
             yield
-        finally:
-            self._rest()
+        except BaseException:
+            self._rest("recompute")  # what choosing another place takes from the others, they may not do
+            raise
+        self._rest()
 
     def rows_withdrawn(self) -> None:
         self._rest()
 
-    def _rest(self) -> None:
+    def _rest(self, kv: KV | None = None) -> None:
         if self._rests or not self.rollout.unfinished:  # a session continues from its KV cache
-            kv = self.rollout.strategy.kv
-            self.engine.sleep("offload" if kv == "recompute" else kv)  # frees the cache's memory for other groups
+            own = self.rollout.strategy.kv
+            self.engine.sleep(kv or ("offload" if own == "recompute" else own))  # frees memory for other groups
         if self._rests:
             self.engine.memory().offload()
 

@@ -94,15 +94,18 @@ class CacheImage:
         return sum(part.nbytes for _, parts, host in self._saved for part in parts if not host)
 
     def put_away(self, kv: KV) -> None:
-        """Copy the blocks of rows to where `kv` says, and evict the others. Collective, except with "recompute"."""
+        """Copy the blocks of rows to where `kv` says, and evict the others. Collective where there are some, except with
+        "recompute"."""
         self.drop()
         gone = dict.fromkeys(self._loop.admitted)
-        if kv != "recompute":
+        if kv != "recompute" and gone:
             cached = self._loop.cached()
             told = self._groups.gather((cached, self._room(kv)))
             if all(other == cached for other, _ in told):
                 away = self._places(kv, cached, min(room for _, room in told))
                 gone = {name: None for name in cached if away.get(name) == "recompute"}
+            else:
+                logger.warning("ranks have computed other tokens of the unfinished rows: their KV caches are evicted")
         self._loop.rest(gone)
 
     def _places(self, kv: KV, cached: dict[str, int], room: float) -> dict[str, CachePlace]:
