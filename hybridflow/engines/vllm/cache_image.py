@@ -94,7 +94,7 @@ class CacheImage:
         return sum(part.nbytes for _, parts, host in self._saved for part in parts if not host)
 
     def put_away(self, kv: KV) -> None:
-        """Copy the blocks of rows to where `kv` says, and evict the others. Collective where there are some, except with
+        """Copy the blocks of rows to where `kv` says, and evict the others. Collective if there are some, except with
         "recompute"."""
         self.drop()
         gone = dict.fromkeys(self._loop.admitted)
