@@ -177,7 +177,7 @@ def together(*updates: Future) -> tuple[Future, ...]:
         require(trains, f"together(...) takes two updates; {origin.role}.{origin.method} is not one.")
     if not session.iterations.held.together([update.outputs[0].call for update in updates]):
         one, other = (session.groups[origin.role].ranks for origin in origins)
-        why = why_apart(one, other, session.has_cuda)
+        why = why_apart(one, other)
         if why and why not in session.iterations.held.said:
             session.iterations.held.said.add(why)
             logger.warning("Two updates run one after the other: %s.", why)

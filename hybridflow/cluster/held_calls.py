@@ -1,12 +1,15 @@
-"""HeldCalls: updates that the driver has issued and not sent yet, because the next may share its pipeline stages.
+"""HeldCalls: updates that the driver has issued and not sent yet, because the next may share its pipeline stages, or
+send the weights that it makes.
 
     actor.update_actor(...)      held: a critic with the same stages exists
     critic.update_critic(...)    held, too
     hf.together(...)             both are sent as one call of each host
+    hf.sync_weights(actor, ...)  they are sent one after the other, and the actor's knows of the transfer
     anything else                they are sent one after the other, before it
 
-Only an update whose stages another group trains on is held, for `HELD_SECONDS` at most, and only until the driver does
-anything else with the session: issues another call, moves weights, or reads a result of the update.
+Only an update whose stages another group trains on, or of an actor with `overlap=True`, is held, for `HELD_SECONDS` at
+most, and only until the driver does anything else with the session: issues another call, moves weights, or reads a
+result of the update.
 """
 
 from __future__ import annotations
@@ -26,20 +29,21 @@ from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.protocols.operation import Operation, kind_of
 
 logger = logging.getLogger(__name__)
+TRANSFER = ""
+"""No group's key."""
 HELD_SECONDS = 0.5  # the arguments of the next update are bound in milliseconds, on a busy machine in more
 
 
 def partners(group: Any, operation: Operation) -> frozenset[str]:
-    """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with. None on
-    CUDA: steps and computations are on one stream there, and could wait for each other across ranks."""
-    plain = kind_of(operation) == "training" and not operation.writes and not operation.blocking
-    if not plain or group.session.has_cuda or not _pipelined(group.ranks):
+    """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with, and
+    `TRANSFER` where the weights that it makes could be sent meanwhile."""
+    if kind_of(operation) != "training" or operation.writes or operation.blocking:
         return frozenset()
-    return frozenset(
-        other.ranks.key
-        for other in group.session.groups.values()
-        if other is not group and alike(group.ranks, other.ranks)
-    )
+    others = [other.ranks for other in group.session.groups.values() if other is not group]
+    found = frozenset([TRANSFER] if others and group.ranks.spec.sends_parts else [])
+    if not _pipelined(group.ranks):
+        return found
+    return found | {other.key for other in others if alike(group.ranks, other)}
 
 
 def alike(one: RankGroup, other: RankGroup) -> bool:
@@ -53,7 +57,7 @@ def _pipelined(ranks: RankGroup) -> bool:
     return ranks.grid.p > 1 and ranks.spec.shares_stages
 
 
-def why_apart(one: RankGroup, other: RankGroup, cuda: bool) -> str:
+def why_apart(one: RankGroup, other: RankGroup) -> str:
     """Why two updates run one after the other; "" where there is no pipeline that could be shared."""
     if not (_pipelined(one) or _pipelined(other)):
         return ""
@@ -66,8 +70,6 @@ def why_apart(one: RankGroup, other: RankGroup, cuda: bool) -> str:
             return f"{ranks.name} at {ranks} has no pipeline: give train=hf.Megatron(pp=2) or more stages"
     if not alike(one, other):
         return f"{one.name} is at {one} and {other.name} at {other}: give both the same sizes"
-    if cuda:
-        return "updates do not share stages on CUDA yet"
     return f"another call, its result that was read, or more than {HELD_SECONDS} s came between them"
 
 
@@ -101,9 +103,10 @@ class HeldOutput(RankOutput):
 
 @dataclass
 class HeldCall:
-    """A call of `method` on all `ranks`: their requests, and by rank the references to results once it is sent."""
+    """Call `seq` of `method` on all `ranks`: their requests, and by rank the references to results once it is sent."""
 
     ranks: RankGroup
+    seq: int
     method: str
     requests: Sequence[CallRequest | None]
     issued: IssuedCall
@@ -131,6 +134,11 @@ class HeldCalls:
         """Whether a call of these ranks could be sent with the one that is held."""
         with self._lock:
             return len(self._calls) == 1 and ranks.key in self._partners
+
+    def alone(self, key: str) -> int | None:
+        """The number of the held call of these ranks; None without one."""
+        with self._lock:
+            return next((call.seq for call in self._calls if call.ranks.key == key), None)
 
     def hold(
         self, call: HeldCall, partners: frozenset[str], origin: Callable[..., CallOrigin]

@@ -238,7 +238,8 @@ class RayBackend(SessionBackend):
     def issue(
         self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
     ) -> list[RankOutput | None]:
-        method, held = next((call.method for call in calls if call is not None), ""), self.iterations.held
+        method, seq = next(((call.method, call.seq) for call in calls if call is not None), ("", 0))
+        held = self.iterations.held
         if not (partners and held.accepts(ranks)):
             held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
@@ -250,7 +251,7 @@ class RayBackend(SessionBackend):
                 if ranks.spec.waits:
                     self.monitor.announce(host, call, before)
         if partners:
-            out = held.hold(HeldCall(ranks, method, requests, issued), partners, self.iterations.origin)
+            out = held.hold(HeldCall(ranks, seq, method, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)
             return out
         with uninterrupted():

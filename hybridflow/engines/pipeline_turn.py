@@ -1,4 +1,12 @@
-"""PipelineTurn: one update's side of shared pipeline stages (`time_sharing`)."""
+"""PipelineTurn: one update's side of shared pipeline stages (`time_sharing`).
+
+On CUDA the thread that computes queues on the device's own stream, for all models. An update's reductions and steps are
+on a stream of its model, and begin when all ranks have computed the mini-batch, which they tell each other on the host:
+what they wait for across ranks is there, or queued on streams like it, whatever is computed beside them.
+
+    computing   F F B (m)  ─event─┐  F B (other)         ┌ F B (m, next mini-batch)
+    of m                          └ barrier, reduce, step ┘ event
+"""
 
 from __future__ import annotations
 
@@ -6,6 +14,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from hybridflow.engine3d.copy_stream import reached_by
+from hybridflow.engines.process_groups import RankContext
 from hybridflow.planner.pipeline.schedule import Instruction
 
 T = TypeVar("T")
@@ -30,11 +43,16 @@ Announced = tuple[tuple[int, ...], float]
 
 
 class PipelineTurn:
-    """One update's side: it announces itself, then gives each mini-batch to be run and waits for its end."""
+    """One update's side: it announces itself, then gives each mini-batch to be run and waits for its end. `context` of
+    its model (None: it returns an error at once), `before` the update whose last step comes before its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: RankContext | None, before: PipelineTurn | None) -> None:
         self.announced: Announced | None = None
         self.ended = False
+        self._context, self._before = context, before
+        self._stream = None if context is None else context.step_stream
+        self._given: torch.cuda.Event | None = None  # after what the update queued before its mini-batch
+        self._computed: torch.cuda.Event | None = None
         self._changed = threading.Condition()
         self._pass: Pass | None = None
         self._error: BaseException | None = None
@@ -50,22 +68,49 @@ class PipelineTurn:
         """Have a mini-batch run; returns after its last instruction. Errors: those of any model's computations."""
         with self._changed:
             self._taken += 1
+            self._given = self._mark()
             self._pass = mine
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._pass is None or self._error is not None)
             if self._error is not None:
                 raise self._error
+        if self._computed is not None and self._context is not None:
+            self._computed.synchronize()  # not the stream alone: see the module's docstring
+            dist.barrier(self._context.groups.new("agreement", range(self._context.grid.size), "gloo"))
+            if self.announced is not None:  # else nothing is computed beside it
+                torch.cuda.set_stream(self._stream)
+
+    @property
+    def _last(self) -> bool:
+        """Whether the mini-batch that was taken is the last one that was announced."""
+        return self.announced is not None and self._taken == len(self.announced[0])
+
+    def rejoin(self) -> None:
+        """From now on this thread queues on the device's own stream, behind what is on its model's."""
+        if self._stream is not None:
+            own = torch.cuda.default_stream(self._stream.device)
+            own.wait_stream(self._stream)
+            torch.cuda.set_stream(own)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """After what the current stream has so far."""
+        return None if self._stream is None else reached_by(torch.cuda.current_stream(self._stream.device))
 
     def settle(self) -> BaseException | None:
-        """After the last mini-batch, wait for those of all models: what fails there stops this step, too. Returns an
-        error of this rank's computations, of any model."""
-        if self.announced is not None and self._taken == len(self.announced[0]):
+        """After the last mini-batch, wait for those of all models, what fails there stops this step, too, and for the
+        update before this one. Returns an error of this rank's computations, of any model."""
+        if self._last:
             self._all_done.wait()
+            if self._before is not None:
+                self._before.join()
+            self.rejoin()
         with self._changed:
             return self._error
 
     def run(self, update: Callable[[], T], results: list[T]) -> None:
         """The update in this thread; `update` does not raise."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
         try:
             results.append(update())
         finally:
@@ -79,12 +124,15 @@ class PipelineTurn:
         """The mini-batch that the update waits for; None when the update has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._pass is not None or self.ended)
+            if self._given is not None and self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_event(self._given)
+                self._given = None
             return self._pass
 
     def done(self) -> None:
         """Let the update continue after its mini-batch."""
         with self._changed:
-            self._pass = None
+            self._pass, self._computed = None, self._mark()
             self._changed.notify_all()
 
     def join(self) -> None:

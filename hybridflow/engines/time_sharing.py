@@ -39,7 +39,10 @@ class SharedStages:
 
     def __init__(self, engines: Sequence[TrainEngine | None], context: RankContext) -> None:
         """`engines`: None for an update that returns an error at once. `context` of one of the models."""
-        self.engines, self.turns, self._context = engines, [PipelineTurn() for _ in engines], context
+        self.engines, self.turns, self._context = engines, list[PipelineTurn](), context
+        for engine in engines:
+            own = None if engine is None else engine.context
+            self.turns.append(PipelineTurn(own, self.turns[-1] if self.turns else None))
         self.schedule: Schedule | None = None
         self.ran: list[Instruction] = []
 

@@ -9,7 +9,7 @@ Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, C co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -227,7 +227,7 @@ class TrainEngine(TrainStates):
         self._gradients = "own"
         if totals is not None and (replays := self._model.loop.replays) is not None:
             metrics += replays.metrics(batch, totals.sequence_tokens)
-        if (turn := getattr(self._model.loop, "turn", None)) is not None:
+        if (turn := self._turn) is not None:
             self._reduce()  # while another model computes
             self._check.failed(turn.settle())
 
@@ -248,6 +248,16 @@ class TrainEngine(TrainStates):
             self._check.take()
             self._gradients = "zero"
 
+    @property
+    def _turn(self) -> PipelineTurn | None:
+        """This model's side while others compute beside it."""
+        return getattr(self._model.loop, "turn", None)
+
+    def offload(self, what: Collection[TrainState]) -> None:
+        if (turn := self._turn) is not None:
+            turn.rejoin()
+        super().offload(what)
+
     @contextmanager
     def in_turns(self, turn: PipelineTurn, others: Sequence[TrainEngine]) -> Iterator[None]:
         """Inside, mini-batches are run by `turn`, and a loss that raises in one of these engines stops all steps."""
@@ -260,7 +270,7 @@ class TrainEngine(TrainStates):
 
     def announce(self, minibatches: Sequence[Batch], loss: LossFunction) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
-        if (turn := getattr(self._model.loop, "turn", None)) is not None:
+        if (turn := self._turn) is not None:
             once = {id(batch): batch for batch in minibatches}  # epochs repeat them
             self._announced = {key: self.tokens.laid_out(batch, loss) for key, batch in once.items()}
             micro_batches = [self._announced[id(batch)][2] for batch in minibatches]

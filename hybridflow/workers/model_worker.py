@@ -401,6 +401,9 @@ class ModelWorker(Worker):
 
     def _step(self, last: bool) -> dict[str, float]:
         """One optimizer step; `last`: it ends the update."""
+        if last and self.context.send_beside is not None:
+            self.context.send_beside(self.engine.step_parts())
+            return self.engine.step_result
         return self.engine.step(leaving=last and bool(self._idle))
 
     @register(ALL_RANKS_FIRST_OUTPUT, binds=_optimizer_changes)
