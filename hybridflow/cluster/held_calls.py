@@ -119,21 +119,21 @@ class HeldCall:
 
 
 class HeldCalls:
-    """At most two calls, of different groups that are `partners`. `automatic`: two are sent together without
-    `hf.together`. `said`: why calls could not be sent together, as far as the user was told."""
+    """Calls of different groups that are `partners`. `automatic`: several are sent together without `hf.together`.
+    `said`: why calls could not be sent together, as far as the user was told."""
 
     def __init__(self) -> None:
         self.automatic, self.said = False, set[str]()
         self._calls: list[HeldCall] = []
-        self._together: list[IssuedCall] = []  # the latest two that were sent together
+        self._together: list[IssuedCall] = []  # the latest that were sent together
         self._timer = threading.Timer(0.0, self._send_late)
         self._partners: frozenset[str] = frozenset()
         self._lock = threading.RLock()
 
     def accepts(self, ranks: RankGroup) -> bool:
-        """Whether a call of these ranks could be sent with the one that is held."""
+        """Whether a call of these ranks could be sent with those that are held."""
         with self._lock:
-            return len(self._calls) == 1 and ranks.key in self._partners
+            return ranks.key in self._partners and ranks.key not in {call.ranks.key for call in self._calls}
 
     def alone(self, key: str) -> int | None:
         """The number of the held call of these ranks; None without one."""
@@ -143,7 +143,8 @@ class HeldCalls:
     def hold(
         self, call: HeldCall, partners: frozenset[str], origin: Callable[..., CallOrigin]
     ) -> list[RankOutput | None]:
-        """Keep a call until `send`, and return its results; it must be accepted, or no other may be held."""
+        """Keep a call until `send`, and return its results; it must be accepted, or no other may be held. With
+        `automatic` the last one of all partners sends them."""
         out: list[RankOutput | None] = []
         for rank, (host, request) in enumerate(zip(call.ranks.hosts, call.requests, strict=True)):
             if request is None:
@@ -156,7 +157,7 @@ class HeldCalls:
         with self._lock:
             self._calls.append(call)
             self._partners = partners
-            if self.automatic and len(self._calls) == 2:
+            if self.automatic and len(self._calls) > len(partners - {TRANSFER}) > 0:
                 self.send()
             else:
                 self._timer.cancel()
@@ -166,15 +167,15 @@ class HeldCalls:
         return out
 
     def send(self, together: bool = False) -> None:
-        """Send the calls that are held, in their order, or two of them `together`. Each is sent, or its results are
-        gone; then the first error is raised."""
+        """Send the calls that are held, in their order, or several `together`. Each is sent, or its results are gone;
+        then the first error is raised."""
         with self._lock:
             if not self._calls:
                 return
         with uninterrupted(), self._lock:
             self._timer.cancel()
             calls, self._calls = self._calls, []
-            if len(calls) == 2 and (together or self.automatic):
+            if len(calls) > 1 and (together or self.automatic):
                 self._together = [call.issued for call in calls]
                 for rank, host in enumerate(calls[0].ranks.hosts):
                     asked = [call for call in calls if call.requests[rank] is not None]
@@ -206,6 +207,6 @@ class HeldCalls:
         """Send exactly these calls together; False when they are not the ones that are held."""
         wanted = set(map(id, issued))
         with self._lock:
-            if len(self._calls) == 2 and wanted == {id(call.issued) for call in self._calls}:
+            if len(self._calls) > 1 and wanted == {id(call.issued) for call in self._calls}:
                 self.send(together=True)
             return wanted == set(map(id, self._together))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,18 +38,24 @@ class Pass(Protocol):
     def end(self) -> None: ...
 
 
-Announced = tuple[tuple[int, ...], float]
-"""The micro-batches of each mini-batch of an update on this rank, and the mean cost of one."""
+class Announced(NamedTuple):
+    """The micro-batches of each mini-batch of an update on this rank, and the mean cost of one; or of forward passes,
+    which it does not train on."""
+
+    micro_batches: tuple[int, ...]
+    cost: float
+    trains: bool = True
 
 
 class PipelineTurn:
     """One update's side: it announces itself, then gives each mini-batch to be run and waits for its end. `context` of
-    its model (None: it returns an error at once), `before` the update whose last step comes before its own."""
+    its model (None: it returns an error at once), `before` the update whose last step comes before its own. A call that
+    does not train (`trains`) gives its first forward passes."""
 
-    def __init__(self, context: RankContext | None, before: PipelineTurn | None) -> None:
+    def __init__(self, context: RankContext | None, before: PipelineTurn | None, trains: bool = True) -> None:
         self.announced: Announced | None = None
         self.ended = False
-        self._context, self._before = context, before
+        self._context, self._before, self._trains = context, before, trains
         self._stream = None if context is None else context.step_stream
         self._given: torch.cuda.Event | None = None  # after what the update queued before its mini-batch
         self._computed: torch.cuda.Event | None = None
@@ -61,8 +67,15 @@ class PipelineTurn:
     # The update's thread
 
     def announce(self, micro_batches: Sequence[int], cost: float) -> None:
-        """What the update will train, before its first mini-batch."""
-        self.announced = tuple(micro_batches), cost
+        """What the update will train, before its first mini-batch, or compute."""
+        self.announced = Announced(tuple(micro_batches), cost, self._trains)
+
+    def takes_forwards(self) -> bool:
+        """Whether forward passes are taken; those that are not wait until all others are over."""
+        if self._last:
+            self._all_done.wait()
+            self.rejoin()
+        return not self._trains and not self._last
 
     def take(self, mine: Pass) -> None:
         """Have a mini-batch run; returns after its last instruction. Errors: those of any model's computations."""
@@ -83,7 +96,7 @@ class PipelineTurn:
     @property
     def _last(self) -> bool:
         """Whether the mini-batch that was taken is the last one that was announced."""
-        return self.announced is not None and self._taken == len(self.announced[0])
+        return self.announced is not None and self._taken == len(self.announced.micro_batches)
 
     def rejoin(self) -> None:
         """From now on this thread queues on the device's own stream, behind what is on its model's."""

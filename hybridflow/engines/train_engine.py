@@ -9,7 +9,8 @@ Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, C co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,8 @@ class TrainEngine(TrainStates):
         with self._operations.run("infer", self._shards.reset, loop.lockstep):
             rows, own = self.tokens.pooled(batch)
             micro_batches = self.tokens.micro_batches(rows, at)
+            if (turn := self._turn) is not None and turn.takes_forwards():
+                turn.announce([len(micro_batches)], self._cost(micro_batches))
             found = loop.infer(micro_batches, to_host_read, errors.append, hidden)
             if self.last_stage or errors:
                 settle(self.device)
@@ -274,8 +277,11 @@ class TrainEngine(TrainStates):
             once = {id(batch): batch for batch in minibatches}  # epochs repeat them
             self._announced = {key: self.tokens.laid_out(batch, loss) for key, batch in once.items()}
             micro_batches = [self._announced[id(batch)][2] for batch in minibatches]
-            tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
-            turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
+            turn.announce([len(each) for each in micro_batches], self._cost(itertools.chain(*micro_batches)))
+
+    def _cost(self, micro_batches: Iterable[MicroBatch]) -> float:
+        """The mean cost of one."""
+        return float(self.spec.cost(torch.tensor([micro.ids.numel() for micro in micro_batches])).mean())
 
     def step(self, leaving: bool = False) -> dict[str, float]:
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
