@@ -87,7 +87,7 @@ class PipelineTurn:
             self._changed.wait_for(lambda: self._pass is None or self._error is not None)
             if self._error is not None:
                 raise self._error
-        if self._computed is not None and self._context is not None:
+        if self._computed is not None and self._context is not None and self._stream is not None:
             self._computed.synchronize()  # not the stream alone: see the module's docstring
             dist.barrier(self._context.groups.new("agreement", range(self._context.grid.size), "gloo"))
             if self.announced is not None:  # else nothing is computed beside it

@@ -58,7 +58,8 @@ class Elastic(ElasticDevices):
     actor's and more; `inference` groups are either on the actor's devices and follow its size, or on the last devices,
     which the rollout does not have. `policy` is "gain" (the default), "rlinf", "lend", "static", or a function from a
     `State` to actions. `sizes` are the data parallel sizes that the actor may have (default: all multiples of its own
-    by a power of two, and the largest); the groups of all sizes are made here.
+    by a power of two, and the largest), or its sizes and the strategy of each (`GroupSizes`); the groups of all sizes
+    are made here.
 
     A policy that raises or answers what is not possible is refused with a warning; devices stay where they are until
     the next iteration asks it again.

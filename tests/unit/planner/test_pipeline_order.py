@@ -147,13 +147,12 @@ def test_a_receive_before_the_send_that_it_depends_on():
     schedule = one_f_one_b(3, work)
     check(schedule)
     first, middle, last = schedule.stages
-    a, b = (middle.index(Instruction(kind, micro=i)) for kind, i in (("receive_forward", 1), ("send_forward", 0)))
+    a, b = middle.index(Instruction("receive_forward", micro=1)), middle.index(Instruction("send_forward", micro=0))
     assert a > b
     early = list(middle)
     early.insert(b, early.pop(a))
     waits = list(first)  # its second forward comes behind what the first one's gradient takes
-    one, two = (waits.index(Instruction(kind, micro=i)) for kind, i in (("backward", 0), ("forward", 1)))
-    assert two < one
+    assert waits.index(Instruction("forward", micro=1)) < waits.index(Instruction("backward", micro=0))
     moved = [each for each in waits if each.micro == 1 and "forward" in each.kind]
     waits = [each for each in waits if each not in moved]
     at = waits.index(Instruction("backward", micro=0)) + 1
