@@ -173,7 +173,9 @@ class RayBackend(SessionBackend):
         if self.started_ray:  # one machine: else gloo listens at the host name's address, NCCL on its first interface
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             names |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        if not self.has_cuda:
+        if self.has_cuda:  # hardware queues: streams that share one wait for each other (docs/timesharing.md)
+            names["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        else:
             names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         return names
 

@@ -71,10 +71,8 @@ class PipelineTurn:
         self.announced = Announced(tuple(micro_batches), cost, self._trains)
 
     def takes_forwards(self) -> bool:
-        """Whether forward passes are taken; those that are not wait until all others are over."""
-        if self._last:
-            self._all_done.wait()
-            self.rejoin()
+        """Whether forward passes are taken; those behind the first ones wait until nothing runs beside them."""
+        self._alone()
         return not self._trains and not self._last
 
     def take(self, mine: Pass) -> None:
@@ -112,13 +110,18 @@ class PipelineTurn:
     def settle(self) -> BaseException | None:
         """After the last mini-batch, wait for those of all models, what fails there stops this step, too, and for the
         update before this one. Returns an error of this rank's computations, of any model."""
+        self._alone()
+        with self._changed:
+            return self._error
+
+    def _alone(self) -> None:
+        """After the last mini-batch: until all models have computed theirs, and the update before this one has ended:
+        two that queue on one stream would be in unlike orders on unlike ranks."""
         if self._last:
             self._all_done.wait()
             if self._before is not None:
                 self._before.join()
             self.rejoin()
-        with self._changed:
-            return self._error
 
     def run(self, update: Callable[[], T], results: list[T]) -> None:
         """The update in this thread; `update` does not raise."""

@@ -248,8 +248,8 @@ class ProcessGroups:
 
         Every member must ask for it, and no other process. `backend` defaults to gloo on CPU and nccl on CUDA, whose
         communicators take device memory: a group of one rank makes none before its first collective. Without a reason
-        for a group of its own, such as another thread, take the one `of` these members. With `priority` its stream on
-        CUDA is none of other groups: torch gives the 33rd the stream of the first.
+        for a group of its own, such as another thread, take the one `of` these members. With `priority` no group
+        without it has its stream on CUDA: torch gives the 33rd of a process the place of the first.
         """
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         if (found := self._built.get((full := self.full_name(name, members), backend))) is not None:

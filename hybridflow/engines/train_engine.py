@@ -283,13 +283,16 @@ class TrainEngine(TrainStates):
         """The mean cost of one."""
         return float(self.spec.cost(torch.tensor([micro.ids.numel() for micro in micro_batches])).mean())
 
-    def step(self, leaving: bool = False) -> dict[str, float]:
+    def step(self, leaving: bool = False, send: Callable[[Iterator[int]], None] | None = None) -> dict[str, float]:
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
 
         `skipped` is 1.0 when gradients, or what they were computed from, were not finite: then nothing has changed,
         moments and counters included (except the loss scale, by gradients that were too large for float16). `leaving`:
-        everything is offloaded next, and copied to host memory part by part already.
+        everything is offloaded next, and copied to host memory part by part already. `send` receives `step_parts`.
         """
+        if send is not None:
+            send(self.step_parts())
+            return self.step_result
         optimizer = self._training()
         with self._stepping():
             optimizer.step(self._check.take(), leaving)

@@ -281,6 +281,8 @@ def _unlike(link: _Link) -> ConfigError:
 
 
 _Operation = tuple[_Link, _Message]
+_AHEAD = {"forward": 1, "backward": -1}
+"""From a stage to the one that its messages go to."""
 
 
 def check_order(schedule: Schedule, window: int = WINDOW) -> None:
@@ -298,7 +300,7 @@ def check_order(schedule: Schedule, window: int = WINDOW) -> None:
 
     def queue(stage: int, each: Instruction) -> tuple[int, _Link]:
         verb, _, direction = each.kind.partition("_")
-        sender = stage if verb == "send" else stage + (-1 if direction == "forward" else 1)
+        sender = stage if verb == "send" else stage - _AHEAD[direction]
         link = each.model, direction, sender
         queues[each.model, direction, stage].append((link, (each.step, each.micro)))
         return stage, link
@@ -323,12 +325,11 @@ def check_order(schedule: Schedule, window: int = WINDOW) -> None:
         """Run the first operations of each communicator; whether any ran."""
         ran = False
         for (model, direction, stage), own in queues.items():
-            peer = queues.get((model, direction, stage + (1 if direction == "forward" else -1)))
+            peer = queues.get((model, direction, to := stage + _AHEAD[direction]))
             while own and peer and own[0][0] == peer[0][0] == (model, direction, stage):
                 (link, message), (_, awaited) = own.popleft(), peer.popleft()
                 if message != awaited:
                     raise _unlike(link)
-                to = stage + (1 if direction == "forward" else -1)
                 done.update(((stage, link), (to, link)))
                 received.add((to, Instruction(direction, model, *message)))  # type: ignore[arg-type]  a kind
                 ran = True
