@@ -52,7 +52,9 @@ class PipelineTurn:
     its model (None: it returns an error at once), `before` the update whose last step comes before its own. A call that
     does not train (`trains`) gives its first forward passes."""
 
-    def __init__(self, context: RankContext | None, before: PipelineTurn | None, trains: bool = True) -> None:
+    def __init__(
+        self, context: RankContext | None = None, before: PipelineTurn | None = None, trains: bool = True
+    ) -> None:
         self.announced: Announced | None = None
         self.ended = False
         self._context, self._before, self._trains = context, before, trains

@@ -267,4 +267,4 @@ def test_weights_are_sent_while_the_step_that_makes_them_runs(pool, models, plac
     theirs, weights = (
         load_file(Path(group.save(tmp_path / group.name)) / "model.safetensors") for group in (follower, source)
     )
-    assert all(torch.equal(theirs[name], weights[name].to(theirs[name].dtype)) for name in weights)
+    assert all(torch.equal(theirs[name].bfloat16(), weights[name].bfloat16()) for name in weights)  # as they compute
