@@ -3,8 +3,9 @@
 A Llama of 100 M parameters in bfloat16, trained at 1-4-1 and generating at 1-2-2-1, with Megatron-core and vLLM on four
 Ray hosts. `full_tensors` is the method of other systems: every rank gathers each full parameter, converts it to Hugging
 Face tensors and passes them to vLLM's `load_weights`. `messages` is hybridflow without reads from other ranks' memory.
-The methods are interleaved in one run; seconds are the slowest rank's, medians over `--repeats`. `memcpy` copies the
-bytes received by the hybridflow design into fresh and into touched pages. `overlap` is an Adam step and the move of all
+The methods are interleaved in one run; seconds are the slowest rank's, medians over `--repeats`, and on CUDA those of
+what the device does, too. `memcpy` copies the bytes received by the hybridflow design within the device (on the CPU
+within host memory), into fresh and into touched pages. `overlap` is an Adam step and the move of all
 weights, one after the other and as asynchronous weight transformation. Prints one JSON line.
 """
 
@@ -108,10 +109,17 @@ class Transitions:
         settings: dict[str, Any] = {"overlap": overlap, "overlap_group": overlap_group}
         return HybridEngine(self.train, self.generator, self.group, self.rank, **settings)
 
+    def _clock(self) -> float:
+        """Seconds, once the device has done all that it was given."""
+        if (device := self.context.device).type == "cuda":  # type: ignore[attr-defined]
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     @hf.register(hf.ONE_TO_ALL)
     def transit(self, way: str) -> dict[str, float]:
         """Seconds and bytes of one transition; afterwards the weights are in the training layout again."""
         dist.barrier(self.group)
+        self._clock()  # nothing of the method before
         if way == "full_tensors":
             return self._load_full_tensors()
         engine = self.engines[way]
@@ -132,10 +140,10 @@ class Transitions:
         received, plain = [0], {parameter: type(parameter) for parameter in self.loaders}
         for parameter, kind in self.loaders.items():
             parameter.__class__ = kind
-        start = time.perf_counter()
+        start = self._clock()
         with torch.no_grad():
             self.generator._runner().model.load_weights(self._full_tensors(received))  # vLLM's own loader
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         for parameter, kind in plain.items():
             parameter.__class__ = kind
         self.generator.memory().release()
@@ -159,15 +167,17 @@ class Transitions:
 
     @hf.register(hf.ONE_TO_ALL)
     def memcpy(self, megabytes: float) -> dict[str, float]:
-        """Seconds to copy this number of bytes within this process, into fresh and into touched pages."""
-        source = torch.ones(int(megabytes * 1e6), dtype=torch.uint8)
-        into = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(source.nbytes)).view_as(source)
+        """Seconds to copy this number of bytes within this rank's device, into fresh and into touched pages."""
+        device: torch.device = self.context.device  # type: ignore[attr-defined]
+        source = torch.ones(int(megabytes * 1e6), dtype=torch.uint8, device=device)
+        fresh = torch.UntypedStorage(source.nbytes, device=device)
+        into = torch.empty(0, dtype=torch.uint8, device=device).set_(fresh).view_as(source)
         seconds = {}
         for pages in ("fresh", "touched"):
             dist.barrier(self.group)
-            start = time.perf_counter()
+            start = self._clock()
             into.copy_(source)
-            seconds[pages] = time.perf_counter() - start
+            seconds[pages] = self._clock() - start
         return seconds
 
     @hf.register(hf.ONE_TO_ALL)
@@ -176,15 +186,15 @@ class Transitions:
         engine = self.engines["hybridflow"]
         self._add_gradients()
         dist.barrier(self.group)
-        start = time.perf_counter()
+        start = self._clock()
         if overlapped:
             engine.step()
         else:
             engine.trained()
             self.train.step()
-        stepped = time.perf_counter() - start
+        stepped = self._clock() - start
         engine.to_generation()
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         report = engine.report
         engine.to_training()
         moved, hidden = report.moved_seconds, report.hidden_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,30 +158,33 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
 
 
 def together(*updates: Future) -> tuple[Future, ...]:
-    """Run two updates on the same pipeline stages together, each in the bubbles of the other (PUZZLE, section 4).
+    """Run updates on the same pipeline stages together, each in the bubbles of the others (PUZZLE, section 4).
 
         actor_metrics, critic_metrics = hf.together(actor.update_actor(...), critic.update_critic(...))
 
-    Both groups train with `hf.Megatron`, equal sizes and two stages or more on the same devices; results are those of
-    one update after the other. Other updates run so (all on CUDA), and a warning says why, once, unless neither group
-    has several stages; so do two between which the driver did something else. When a micro-batch fails, no model makes
-    a step any more; steps that were made before stay. Returns the updates at once.
+    All groups train with `hf.Megatron`, equal sizes and two stages or more on the same devices; results are those of
+    one update after the other. Other updates run so, and a warning says why, once, unless no group has several stages;
+    so do updates between which the driver did something else. When a micro-batch fails, no model makes a step any more;
+    steps that were made before stay. Returns the updates at once.
     """
     session = Session.current()
-    good = len(updates) == 2 and all(isinstance(update, Future) and update.outputs for update in updates)
-    require(good, "together(...) takes two updates, such as actor.update_actor(...) and critic.update_critic(...).")
+    good = len(updates) > 1 and all(isinstance(update, Future) and update.outputs for update in updates)
+    require(
+        good,
+        "together(...) takes two updates or more, such as actor.update_actor(...) and critic.update_critic(...).",
+    )
     origins = [update.outputs[0].origin for update in updates]
     for origin in origins:
         require(origin.role in session.groups, f"together(...): {origin.role} is closed. Give updates of open groups.")
         operation = session.groups[origin.role].operations.get(origin.method)
         trains = operation is not None and kind_of(operation) == "training"
-        require(trains, f"together(...) takes two updates; {origin.role}.{origin.method} is not one.")
+        require(trains, f"together(...) takes updates; {origin.role}.{origin.method} is not one.")
     if not session.iterations.held.together([update.outputs[0].call for update in updates]):
-        one, other = (session.groups[origin.role].ranks for origin in origins)
-        why = why_apart(one, other, session.has_cuda)
+        ranks = [session.groups[origin.role].ranks for origin in origins]
+        why = next(filter(None, itertools.starmap(why_apart, itertools.combinations(ranks, 2))), "")
         if why and why not in session.iterations.held.said:
             session.iterations.held.said.add(why)
-            logger.warning("Two updates run one after the other: %s.", why)
+            logger.warning("%d updates run one after the other: %s.", len(updates), why)
     return updates
 
 

@@ -14,10 +14,12 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import ray.exceptions
 from ray import ObjectRef, cloudpickle
+from ray._private.worker import global_worker
 
 from hybridflow.cluster.backend import RankCall
-from hybridflow.cluster.future import plainly_pickled
+from hybridflow.cluster.future import Lost, plainly_pickled
 from hybridflow.cluster.row_refs import (
     CallOrigin,
     ColumnRef,
@@ -259,3 +261,18 @@ def arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
             except (TypeError, ValueError, AttributeError, pickle.PicklingError) as reason:
                 raise ConfigError(f"{where}: {name}={value!r} cannot be sent to a host: {reason}.") from None
         raise
+
+
+def take_lost_arguments() -> None:
+    """From here on a lost argument of this process's methods is a `Lost`: Ray would skip the call, whose other ranks
+    then wait for this one."""
+    worker: Any = global_worker
+    read = worker.deserialize_objects
+
+    def deserialize(objects: Any, refs: Any, rdt_objects: Any = None) -> list[Any]:
+        values = read(objects, refs, rdt_objects)
+        if rdt_objects is not None:  # of ray.get
+            return values
+        return [Lost(value) if isinstance(value, ray.exceptions.RayError) else value for value in values]
+
+    worker.deserialize_objects = deserialize

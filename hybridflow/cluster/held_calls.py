@@ -1,12 +1,15 @@
-"""HeldCalls: updates that the driver has issued and not sent yet, because the next may share its pipeline stages.
+"""HeldCalls: updates that the driver has issued and not sent yet, because the next may share its pipeline stages, or
+send the weights that it makes.
 
     actor.update_actor(...)      held: a critic with the same stages exists
     critic.update_critic(...)    held, too
     hf.together(...)             both are sent as one call of each host
+    hf.sync_weights(actor, ...)  they are sent one after the other, and the actor's knows of the transfer
     anything else                they are sent one after the other, before it
 
-Only an update whose stages another group trains on is held, for `HELD_SECONDS` at most, and only until the driver does
-anything else with the session: issues another call, moves weights, or reads a result of the update.
+Only an update whose stages another group trains on, or of an actor with `overlap=True`, is held, for `HELD_SECONDS` at
+most, and only until the driver does anything else with the session: issues another call, moves weights, or reads a
+result of the update.
 """
 
 from __future__ import annotations
@@ -26,20 +29,21 @@ from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.protocols.operation import Operation, kind_of
 
 logger = logging.getLogger(__name__)
+TRANSFER = ""
+"""No group's key."""
 HELD_SECONDS = 0.5  # the arguments of the next update are bound in milliseconds, on a busy machine in more
 
 
 def partners(group: Any, operation: Operation) -> frozenset[str]:
-    """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with. None on
-    CUDA: steps and computations are on one stream there, and could wait for each other across ranks."""
-    plain = kind_of(operation) == "training" and not operation.writes and not operation.blocking
-    if not plain or group.session.has_cuda or not _pipelined(group.ranks):
+    """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with, and
+    `TRANSFER` where the weights that it makes could be sent meanwhile."""
+    if kind_of(operation) != "training" or operation.writes or operation.blocking:
         return frozenset()
-    return frozenset(
-        other.ranks.key
-        for other in group.session.groups.values()
-        if other is not group and alike(group.ranks, other.ranks)
-    )
+    others = [other.ranks for other in group.session.groups.values() if other is not group]
+    found = frozenset([TRANSFER] if others and group.ranks.spec.sends_parts else [])
+    if not _pipelined(group.ranks):
+        return found
+    return found | {other.key for other in others if alike(group.ranks, other)}
 
 
 def alike(one: RankGroup, other: RankGroup) -> bool:
@@ -53,7 +57,7 @@ def _pipelined(ranks: RankGroup) -> bool:
     return ranks.grid.p > 1 and ranks.spec.shares_stages
 
 
-def why_apart(one: RankGroup, other: RankGroup, cuda: bool) -> str:
+def why_apart(one: RankGroup, other: RankGroup) -> str:
     """Why two updates run one after the other; "" where there is no pipeline that could be shared."""
     if not (_pipelined(one) or _pipelined(other)):
         return ""
@@ -66,8 +70,6 @@ def why_apart(one: RankGroup, other: RankGroup, cuda: bool) -> str:
             return f"{ranks.name} at {ranks} has no pipeline: give train=hf.Megatron(pp=2) or more stages"
     if not alike(one, other):
         return f"{one.name} is at {one} and {other.name} at {other}: give both the same sizes"
-    if cuda:
-        return "updates do not share stages on CUDA yet"
     return f"another call, its result that was read, or more than {HELD_SECONDS} s came between them"
 
 
@@ -101,9 +103,10 @@ class HeldOutput(RankOutput):
 
 @dataclass
 class HeldCall:
-    """A call of `method` on all `ranks`: their requests, and by rank the references to results once it is sent."""
+    """Call `seq` of `method` on all `ranks`: their requests, and by rank the references to results once it is sent."""
 
     ranks: RankGroup
+    seq: int
     method: str
     requests: Sequence[CallRequest | None]
     issued: IssuedCall
@@ -116,26 +119,32 @@ class HeldCall:
 
 
 class HeldCalls:
-    """At most two calls, of different groups that are `partners`. `automatic`: two are sent together without
-    `hf.together`. `said`: why calls could not be sent together, as far as the user was told."""
+    """Calls of different groups that are `partners`. `automatic`: several are sent together without `hf.together`.
+    `said`: why calls could not be sent together, as far as the user was told."""
 
     def __init__(self) -> None:
         self.automatic, self.said = False, set[str]()
         self._calls: list[HeldCall] = []
-        self._together: list[IssuedCall] = []  # the latest two that were sent together
+        self._together: list[IssuedCall] = []  # the latest that were sent together
         self._timer = threading.Timer(0.0, self._send_late)
         self._partners: frozenset[str] = frozenset()
         self._lock = threading.RLock()
 
     def accepts(self, ranks: RankGroup) -> bool:
-        """Whether a call of these ranks could be sent with the one that is held."""
+        """Whether a call of these ranks could be sent with those that are held."""
         with self._lock:
-            return len(self._calls) == 1 and ranks.key in self._partners
+            return ranks.key in self._partners and ranks.key not in {call.ranks.key for call in self._calls}
+
+    def alone(self, key: str) -> int | None:
+        """The number of the held call of these ranks; None without one."""
+        with self._lock:
+            return next((call.seq for call in self._calls if call.ranks.key == key), None)
 
     def hold(
         self, call: HeldCall, partners: frozenset[str], origin: Callable[..., CallOrigin]
     ) -> list[RankOutput | None]:
-        """Keep a call until `send`, and return its results; it must be accepted, or no other may be held."""
+        """Keep a call until `send`, and return its results; it must be accepted, or no other may be held. With
+        `automatic` the last one of all partners sends them."""
         out: list[RankOutput | None] = []
         for rank, (host, request) in enumerate(zip(call.ranks.hosts, call.requests, strict=True)):
             if request is None:
@@ -148,7 +157,7 @@ class HeldCalls:
         with self._lock:
             self._calls.append(call)
             self._partners = partners
-            if self.automatic and len(self._calls) == 2:
+            if self.automatic and len(self._calls) > len(partners - {TRANSFER}) > 0:
                 self.send()
             else:
                 self._timer.cancel()
@@ -158,15 +167,15 @@ class HeldCalls:
         return out
 
     def send(self, together: bool = False) -> None:
-        """Send the calls that are held, in their order, or two of them `together`. Each is sent, or its results are
-        gone; then the first error is raised."""
+        """Send the calls that are held, in their order, or several `together`. Each is sent, or its results are gone;
+        then the first error is raised."""
         with self._lock:
             if not self._calls:
                 return
         with uninterrupted(), self._lock:
             self._timer.cancel()
             calls, self._calls = self._calls, []
-            if len(calls) == 2 and (together or self.automatic):
+            if len(calls) > 1 and (together or self.automatic):
                 self._together = [call.issued for call in calls]
                 for rank, host in enumerate(calls[0].ranks.hosts):
                     asked = [call for call in calls if call.requests[rank] is not None]
@@ -198,6 +207,6 @@ class HeldCalls:
         """Send exactly these calls together; False when they are not the ones that are held."""
         wanted = set(map(id, issued))
         with self._lock:
-            if len(self._calls) == 2 and wanted == {id(call.issued) for call in self._calls}:
+            if len(self._calls) > 1 and wanted == {id(call.issued) for call in self._calls}:
                 self.send(together=True)
             return wanted == set(map(id, self._together))

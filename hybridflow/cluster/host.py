@@ -18,7 +18,7 @@ import socket
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,14 +29,13 @@ import ray.exceptions
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
-from ray._private.worker import global_worker
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
-from hybridflow.cluster.call_request import call_of
+from hybridflow.cluster.call_request import call_of, take_lost_arguments
 from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
 from hybridflow.cluster.expected_calls import ExpectedCalls
-from hybridflow.cluster.future import Failure, Lost, Status, Stored, failure_of, fetch, first_failure
+from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import IMAGE, DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
@@ -78,6 +77,7 @@ class Host:
     _store: Any = None
     _unjoined: Exception | None = None
     _peak: int = 0
+    _following: tuple[int, Any] = (0, None)  # a call, and the transfer right after it
     _waits: bool = False  # models here wait in host memory
     _node: str = field(default_factory=socket.gethostname)
 
@@ -92,7 +92,7 @@ class Host:
         torch.backends.cuda.enable_cudnn_sdp(False)  # vLLM's import does: training computes the same without it
         index = device_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
-        _take_lost_arguments()
+        take_lost_arguments()
         process_groups.gloo_address = address = ray.util.get_node_ip_address()
         self.reader = Reader(self.deadlines.peers)
         self._expected = ExpectedCalls(self._worker_of, self.device, self.prefetch)
@@ -213,7 +213,7 @@ class Host:
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
         context.step, context.call, context.compares = call.step, call.seq, call.compares
-        context.method, context.failed_stage = call.method, ""
+        context.method, context.failed_stage, context.send_beside = call.method, "", self._sending(member, call)
         if self.use_cuda and torch.cuda.is_initialized():  # a call's peak is measured from here
             context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
         before, ready, work, sizes, output = memory_used(self.device), start, CallWork(), (0, 0), None
@@ -240,6 +240,13 @@ class Host:
         context.stages.clear()
         context.skipped.clear()
         return result, Status(failure, events, skipped)
+
+    def _sending(self, member: Member, call: RankCall) -> Callable[[Iterator[int]], None] | None:
+        """`RankContext.send_beside` of a call."""
+        seq, task = self._following
+        if call.seq != seq or not isinstance(channel := self._channels[task.channel], WeightChannel):
+            return None
+        return partial(channel.send_beside, task, member, partial(self._failure, member, task.method, None))
 
     def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
         """Read the inputs and agree with the other ranks that all have theirs; else return a rank's error."""
@@ -329,6 +336,10 @@ class Host:
         found = DeviceMemoryError(explain(member.role, method, stage, use, member.settings, str(error), advises))
         return found.with_traceback(error.__traceback__)
 
+    def follow(self, seq: int, task: TransferTask) -> None:
+        """Behind call `seq`, issued next, comes this transfer of what it trains."""
+        self._following = seq, task
+
     @ray.method(num_returns=2)
     def transfer(self, task: TransferTask, setup: Setup | None) -> tuple[Any, Status]:
         """Take part in a weight transfer. Returns bytes and seconds, or a Failure, and the status."""
@@ -336,20 +347,21 @@ class Host:
         sender, receiver = self._members.get(task.source), self._members.get(task.destination)
         mine = sender or receiver
         assert mine is not None
-        mine.context.step, received = task.step, 0
+        mine.context.step, received, times = task.step, 0, None
         failed = partial(self._failure, mine, task.method, None)
         try:
             with self._liveness.during(f"{mine.role}.{task.method}"):
                 result = channel = self._channel(task, setup, failed)
                 if isinstance(channel, WeightChannel):
                     result = channel.run(task, setup, sender, receiver, failed)
-                    received = 0 if isinstance(result, Failure) else channel.received
+                    received, times = 0 if isinstance(result, Failure) else channel.received, channel.span
         except Exception as error:
             result = failed(error)
         if task.required and receiver is not None and isinstance(result, Failure):
             receiver.incomplete = receiver.incomplete or incomplete(result)
         failure = result if isinstance(result, Failure) else None
-        own = (task.step, task.seq, mine.role, task.method, self.pool, self.rank, start, start, time.time())
+        begun, end = times or (start, time.time())
+        own = (task.step, task.seq, mine.role, task.method, self.pool, self.rank, begun, begun, end)
         memory = (before, memory_used(self.device), None)
         event = Event("transfer", *own, received, 0, *memory, failure is not None)
         self._events.append(event)
@@ -479,18 +491,3 @@ def _answer(value: Any, status: Status) -> bytes | Status:
         buffers = list[pickle.PickleBuffer]()
         size = len(cloudpickle.dumps(value, buffer_callback=buffers.append)) + sum(one.raw().nbytes for one in buffers)
     return found if size <= _SMALL_BYTES else replace(status, value=Stored(ray.put(value)))
-
-
-def _take_lost_arguments() -> None:
-    """From here on a lost argument of this process's methods is a `Lost`: Ray would skip the call, whose other ranks
-    then wait for this one."""
-    worker: Any = global_worker
-    read = worker.deserialize_objects
-
-    def deserialize(objects: Any, refs: Any, rdt_objects: Any = None) -> list[Any]:
-        values = read(objects, refs, rdt_objects)
-        if rdt_objects is not None:  # of ray.get
-            return values
-        return [Lost(value) if isinstance(value, ray.exceptions.RayError) else value for value in values]
-
-    worker.deserialize_objects = deserialize

@@ -173,7 +173,9 @@ class RayBackend(SessionBackend):
         if self.started_ray:  # one machine: else gloo listens at the host name's address, NCCL on its first interface
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             names |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        if not self.has_cuda:
+        if self.has_cuda:  # hardware queues: streams that share one wait for each other (docs/timesharing.md)
+            names["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        else:
             names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         return names
 
@@ -238,7 +240,8 @@ class RayBackend(SessionBackend):
     def issue(
         self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
     ) -> list[RankOutput | None]:
-        method, held = next((call.method for call in calls if call is not None), ""), self.iterations.held
+        method, seq = next(((call.method, call.seq) for call in calls if call is not None), ("", 0))
+        held = self.iterations.held
         if not (partners and held.accepts(ranks)):
             held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
@@ -250,7 +253,7 @@ class RayBackend(SessionBackend):
                 if ranks.spec.waits:
                     self.monitor.announce(host, call, before)
         if partners:
-            out = held.hold(HeldCall(ranks, method, requests, issued), partners, self.iterations.origin)
+            out = held.hold(HeldCall(ranks, seq, method, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)
             return out
         with uninterrupted():

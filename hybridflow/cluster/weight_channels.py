@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,8 +36,8 @@ from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.overlapped_move import Final, OverlappedMove, beside
 from hybridflow.engine3d.plan import WeightPlan, plan
-from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines import process_groups
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
@@ -72,13 +72,15 @@ class ChannelSpec:
 
 @dataclass(frozen=True)
 class Setup:
-    """Sent with the first use of a payload: its layouts on both sides.
+    """Sent with the first use of a payload: its layouts on both sides; with `by_parts` the parts of an optimizer step
+    travel one after the other.
 
     The first use of a channel also carries its hosts' answers to `open`.
     """
 
     source: Layout
     destination: Layout
+    by_parts: bool = False
     opened: tuple[RankOutput, ...] = ()
 
 
@@ -152,8 +154,11 @@ class WeightChannel:
     device: torch.device
     timeout: float
     patience: float
+    span: tuple[float, float] = (0.0, 0.0)  # of the latest transfer
     _plans: dict[str, WeightPlan] = field(default_factory=dict)
-    _transfers: dict[str, Transfer] = field(default_factory=dict)
+    _by_parts: set[str] = field(default_factory=set)
+    _moves: dict[str, OverlappedMove] = field(default_factory=dict)
+    _sent: dict[int, dict[str, float] | Failure] = field(default_factory=dict)  # by `send_beside`
     _broken: Failure | None = None
     _waits_since: float | None = None  # for its peers, in the present transfer
 
@@ -171,21 +176,37 @@ class WeightChannel:
         sender: Member | None,
         receiver: Member | None,
         failed: Callable[[Exception], Failure],
+        parts: Iterator[Final] | None = None,
     ) -> dict[str, float] | Failure:
-        """Collective over the channel: `bytes` over the wire, `seconds` and `pause` of the slowest, or a Failure."""
-        self._waits_since = None
+        """Collective over the channel: `bytes` over the wire, `seconds` and `pause` of the slowest, or a Failure.
+        Weights of a sender with `parts` travel as these become final."""
+        if (sent := self._sent.pop(task.seq, None)) is not None:
+            return sent
+        start, self._waits_since = time.time(), None
         if sender is not None:  # even if it fails: the others must not wait for it
             self.store.add(task.meeting, 1)
             self._waits_since = time.monotonic()
         if self._broken is not None:
             return self._broken
-        result = self._run(task, setup, sender, receiver, failed)
+        result = self._run(task, setup, sender, receiver, failed, parts)
+        self.span = start, time.time()
         if isinstance(result, Failure) and isinstance(cause := result.error.cause, WaitTimeoutError):
             for error in filter(None, (result.error, cause, cause.__cause__, cause.__context__)):
                 error.__traceback__ = None  # its frames have the process group, which would stay open
             self._broken = result
             self.close()
         return result
+
+    def send_beside(
+        self, task: TransferTask, sender: Member, failed: Callable[[Exception], Failure], steps: Iterable[int]
+    ) -> None:
+        """Send each part of the weights while the optimizer `steps` further ones; `run` then returns what came of it.
+        Errors: those of `steps`; the parts that they leave out travel as they are."""
+
+        def send(parts: Iterator[Final]) -> None:
+            self._sent[task.seq] = self.run(task, None, sender, None, failed, parts)
+
+        beside(steps, send, self.device)
 
     def _run(
         self,
@@ -194,6 +215,7 @@ class WeightChannel:
         sender: Member | None,
         receiver: Member | None,
         failed: Callable[[Exception], Failure],
+        parts: Iterator[Final] | None,
     ) -> dict[str, float] | Failure:
         with ExitStack() as resident:
             try:
@@ -205,10 +227,10 @@ class WeightChannel:
                     if (failure := self._agree(mine)) is not None:
                         return failure
                 assert storages is not None
-                self._bind(task.payload, *storages)
+                self._bind(task.payload, sender, *storages)
             except Exception as error:
                 return failed(error)
-            result = self._move(task.payload, receiver, failed)
+            result = self._move(task.payload, sender, receiver, failed, parts)
             if self.rank == 0:
                 self.store.delete_key(task.meeting)
             return result
@@ -222,7 +244,8 @@ class WeightChannel:
             source = setup.source.placed(self.spec.senders, self.size)
             destination = setup.destination.placed(self.spec.receivers, self.size)
             self._plans[payload] = plan(source, destination, self.spec.nodes.__getitem__, rank=self.rank, exact=True)
-            self._transfers.pop(payload, None)
+            self._moves.pop(payload, None)
+            self._by_parts |= {payload} if setup.by_parts else set()
         if payload not in self._plans:
             raise LayoutError(
                 f"how {payload} travel was not planned on this rank: the first transfer failed. Repeat it."
@@ -249,23 +272,39 @@ class WeightChannel:
     def _control(self) -> dist.ProcessGroup:
         return self._groups.new("control", range(self.size), "gloo", self.patience)
 
-    def _bind(self, payload: str, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
+    def _bind(
+        self, payload: str, sender: Member | None, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]
+    ) -> None:
         """Bind a payload to the storages, once. Collective. Errors: LayoutError on all ranks, before a byte moves."""
-        if payload not in self._transfers:
-            group = self._groups.everyone() if self.size > 1 else None
-            self._transfers[payload] = Transfer(self._plans[payload], source, destination, group, self.rank)
+        if payload in self._moves:
+            return
+        planned, first = self._plans[payload], self.spec.senders[0]
+        parts = [[frozenset(move.box.tensor for move in planned.moves)]]
+        if payload in self._by_parts:
+            if self.rank == first:
+                assert sender is not None
+                parts = [sender.worker.engine.step_groups()]
+            dist.broadcast_object_list(parts, group=self._control(), group_src=first)
+        group = self._groups.everyone() if self.size > 1 else None
+        self._moves[payload] = OverlappedMove(planned, parts[0], source, destination, group, self.rank)
 
     def _move(
-        self, payload: str, receiver: Member | None, failed: Callable[[Exception], Failure]
+        self,
+        payload: str,
+        sender: Member | None,
+        receiver: Member | None,
+        failed: Callable[[Exception], Failure],
+        parts: Iterator[Final] | None,
     ) -> dict[str, float] | Failure:
         """Move, and agree that everything has arrived, which completes the receiver's weights."""
         mine, start, self.received = None, time.monotonic(), 0
         try:
-            transfer = self._transfers[payload]
-            before = transfer.received_bytes
-            transfer.run()
-            transfer.release()
-            self.received = transfer.received_bytes - before
+            moves = self._moves[payload]
+            before = moves.received_bytes
+            moves.move(moves.all(parts or ()))
+            self.received = moves.received_bytes - before
+            if parts is not None and sender is not None:
+                sender.worker.weights_storage()  # raises if the step has broken the model
             if receiver is not None and payload == WEIGHTS:
                 receiver.worker.on_weights_loaded()
         except Exception as error:
@@ -296,7 +335,7 @@ class WeightChannel:
 
     def close(self) -> None:
         """Free buffers and process groups. Call on every member."""
-        self._transfers.clear()
+        self._moves.clear()
         self._groups.close()
 
 
@@ -378,8 +417,10 @@ class WeightChannels:
         `layouts` returns both sides' layouts at a payload's first transfer; an error in it is raised before anything is
         issued. With `required`, the destination runs no calls after a failure.
         """
-        key, setup, now = (source.key, destination.key), None, time.time()
-        self._iterations.held.send()
+        key, setup, now, held = (source.key, destination.key), None, time.time(), self._iterations.held
+        by_parts = payload == WEIGHTS and source.spec.sends_parts and not {*source.hosts} & {*destination.hosts}
+        if not by_parts:
+            held.send()
         for ranks in (source, destination):
             self._iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         if self.failed(source, destination):
@@ -390,11 +431,15 @@ class WeightChannels:
             if channel is None:
                 channel = self._channels[key] = self._make(source, destination, now)
                 opened = channel.open(self._origins(channel, method))
-            setup = ray.put(Setup(*sides, opened))  # one object for all hosts
+            setup = ray.put(Setup(*sides, by_parts, opened))  # one object for all hosts
         names = (channel.spec.name, source.key, destination.key, payload)
         task = TransferTask(self._iterations.sequence(), method, *names, required, step=self._iterations.step)
         issued, results = self._iterations.new_call(), []
         with uninterrupted():
+            if by_parts and setup is None and (update := held.alone(source.key)) is not None:
+                for host in source.hosts:
+                    host.handle.follow.remote(update, task)
+            held.send()
             for (host, _), at in zip(channel.hosts, self._origins(channel, method), strict=True):
                 ref, status = host.handle.transfer.remote(task, setup)
                 issued.statuses.append(RankOutput(status, None, at, issued, host.address))

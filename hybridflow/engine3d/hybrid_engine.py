@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, get_args
@@ -19,13 +18,11 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from hybridflow.engine3d.copy_stream import CopyStream, reached_by
 from hybridflow.engine3d.interfaces import Generator, Trainer
-from hybridflow.engine3d.plan import WeightPlan
-from hybridflow.engine3d.transfer.local_plan import Storage
-from hybridflow.engine3d.transfer.transfer import Transfer, received_by_tensor
+from hybridflow.engine3d.overlapped_move import OverlappedMove
+from hybridflow.engine3d.transfer.transfer import received_by_tensor
 from hybridflow.engine3d.transition import Transition, any_rank
-from hybridflow.errors import ConfigError, LayoutError, nearest
+from hybridflow.errors import ConfigError, nearest
 
 Offloaded = Literal["optimizer", "gradients", "generation"]
 Agree = Callable[[Callable[[], None]], object]
@@ -53,64 +50,6 @@ class TransitionReport:
     back_seconds: float = 0.0
     moved_seconds: float = 0.0
     hidden_seconds: float = 0.0
-
-
-class OverlappedMove:
-    """Moves parts of `plan` (by canonical tensor) in a helper thread while the optimizer steps further parts (PUZZLE,
-    section 5.2).
-
-        main thread / stream     step part 0 | step part 1 | step part 2 | ...          | wait
-        helper thread / stream                 move part 0 | move part 1 | move part 2 | ...
-
-    `group` serves only these moves, since the optimizer uses training's groups at the same time. Both storages must
-    have memory when it is built and while it runs. Building is collective over `group`.
-    Errors: LayoutError when the parts do not cover the plan's tensors; those of `Transfer`."""
-
-    def __init__(
-        self,
-        plan: WeightPlan,
-        parts: Sequence[frozenset[str]],
-        source: Storage,
-        destination: Storage,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        bucket_bytes: int,
-    ) -> None:
-        if left := {move.box.tensor for move in plan.moves} - frozenset().union(*parts):
-            raise LayoutError(f"no part of an optimizer step updates {sorted(left)[:5]}: step_groups() is incomplete.")
-        sides = (source, destination, group, rank, bucket_bytes)
-        self.transfers = [Transfer(plan.only(names), *sides) for names in parts]
-        self._device = next(iter(destination.values())).device
-        self._stream = CopyStream(self._device, group)
-
-    def run(self, steps: Iterable[int]) -> tuple[float, float]:
-        """Move part k once `steps` has yielded k; return when all yielded parts have arrived.
-
-        Returns the seconds of all moves and the part of them that overlapped with the optimizer. `steps` is always
-        exhausted; then the first failed move's error is raised, and later parts are not moved. Errors: those of `steps`
-        and of `Transfer.run`."""
-        moves: list[Future[float]] = []
-        try:
-            with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
-                for part in steps:
-                    final = reached_by(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
-                    moves.append(helper.submit(self._move, part, final, moves[-1:]))
-                start = time.perf_counter()
-                moved = sum(move.result() for move in moves)
-                waited = time.perf_counter() - start
-        finally:
-            self._stream.join()  # what was queued before a failure still runs
-        return moved, max(0.0, moved - waited)
-
-    def _move(self, part: int, final: torch.cuda.Event | None, earlier: Sequence[Future[float]]) -> float:
-        for move in earlier:
-            move.result()  # raises the move's error
-        with self._stream.queued():
-            self._stream.reached(final)
-            start = time.perf_counter()
-            self.transfers[part].run()
-            self.transfers[part].release()
-            return time.perf_counter() - start
 
 
 class HybridEngine:

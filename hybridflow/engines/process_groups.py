@@ -237,13 +237,19 @@ class ProcessGroups:
         self.meeting = Meeting(self.store)
 
     def new(
-        self, name: str, members: Sequence[int], backend: str | None = None, timeout: float | None = None
+        self,
+        name: str,
+        members: Sequence[int],
+        backend: str | None = None,
+        timeout: float | None = None,
+        priority: bool = False,
     ) -> dist.ProcessGroup:
         """The process group `name` of `members` (ranks of the model group, this one among them), built once.
 
         Every member must ask for it, and no other process. `backend` defaults to gloo on CPU and nccl on CUDA, whose
         communicators take device memory: a group of one rank makes none before its first collective. Without a reason
-        for a group of its own, such as another thread, take the one `of` these members.
+        for a group of its own, such as another thread, take the one `of` these members. With `priority` no group
+        without it has its stream on CUDA: torch gives the 33rd of a process the place of the first.
         """
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         if (found := self._built.get((full := self.full_name(name, members), backend))) is not None:
@@ -253,6 +259,8 @@ class ProcessGroups:
         mine = json.dumps(_gloo_devices()[1] if backend == "gloo" else [])
         said = self.meeting.enter(named, rank, len(world), seconds, mine)
         self._listening = {tuple(address) for each in said for address in json.loads(each)}
+        if (options := dist.ProcessGroupNCCL.Options(True) if priority and backend == "nccl" else None) is not None:
+            options._timeout = datetime.timedelta(seconds=seconds)  # torch warns about another one
         self._connecting = True
         try:
             with self.meeting.ending():
@@ -262,6 +270,7 @@ class ProcessGroups:
                     world,
                     c10d.Backend(backend),
                     dist.PrefixStore(named, self.meeting.store),
+                    backend_options=options,
                     group_name=c10d.GroupName(named),
                     timeout=datetime.timedelta(seconds=seconds),
                     device_id=self.device if backend == "nccl" and len(world) > 1 else None,
@@ -353,7 +362,8 @@ class RankContext:
     are close to each other. `method` is the operation that runs, `failed_stage` the part of it that raised, `node` this
     machine and `step` the driver's iteration, for messages; `call` is the call's number, `compares` as in `Operation`,
     `skipped` the steps that it skipped, `peak` the most bytes that a CUDA device had before it, and `schedule` the last
-    one of shared stages, with its works (`time_sharing`). `row_number(i)` is the row of the call's batch
+    one of shared stages, with its works (`time_sharing`). `send_beside(steps)` sends the weights that the call's last
+    optimizer step makes, part by part; None where no transfer follows. `row_number(i)` is the row of the call's batch
     that is row i of this rank's part. With `uninitialized` the weights will be written from outside: engines neither
     read nor draw any.
     """
@@ -375,6 +385,7 @@ class RankContext:
     skipped: list[SkippedStep] = field(default_factory=list)
     peak: int = 0
     schedule: tuple[Any, Any] = (None, None)
+    send_beside: Callable[[Iterator[int]], None] | None = None
     row_number: Callable[[int], int] = int
 
     @contextmanager
@@ -399,3 +410,9 @@ class RankContext:
     @property
     def coords(self) -> Coords:
         return self.grid.coords(self.rank)
+
+    @cached_property
+    def step_stream(self) -> torch.cuda.Stream | None:
+        """Of reductions and optimizer steps beside what others compute (`PipelineTurn`); None on the CPU. Of high
+        priority, because all others come from a pool, in which it could be the stream of a group, too."""
+        return torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None

@@ -1,5 +1,5 @@
-"""Time sharing: updates of several models on the same pipeline stages, each in the bubbles of the other (PUZZLE,
-section 4).
+"""Time sharing: updates of several models on the same pipeline stages, each in the bubbles of the others (PUZZLE,
+section 4), or their forward passes (figure 12).
 
 Each update runs unchanged in a thread of its own, up to its next mini-batch, and hands that to the thread that called
 `SharedStages.run`. This one alone computes, in the order of one schedule, and lets an update continue when its
@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from hybridflow.engines.pipeline_turn import UPDATE_THREAD, PipelineTurn
+from hybridflow.engines.pipeline_turn import UPDATE_THREAD, Announced, Pass, PipelineTurn
 from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import WorkerError
@@ -37,9 +37,13 @@ class SharedStages:
     """The updates of several models on this rank. `schedule` is the one that was planned, and `ran` records what this
     rank computed, sent and received, in order."""
 
-    def __init__(self, engines: Sequence[TrainEngine | None], context: RankContext) -> None:
-        """`engines`: None for an update that returns an error at once. `context` of one of the models."""
-        self.engines, self.turns, self._context = engines, [PipelineTurn() for _ in engines], context
+    def __init__(self, engines: Sequence[TrainEngine | None], context: RankContext, trains: bool = True) -> None:
+        """`engines`: None for an update that returns an error at once. `context` of one of the models. Without `trains`
+        the calls compute."""
+        self.engines, self.turns, self._context = engines, list[PipelineTurn](), context
+        for engine in engines:
+            own = None if engine is None else engine.context
+            self.turns.append(PipelineTurn(own, self.turns[-1] if self.turns else None, trains))
         self.schedule: Schedule | None = None
         self.ran: list[Instruction] = []
 
@@ -86,21 +90,22 @@ class SharedStages:
             if None in announced:
                 turn.abandon(WorkerError("this update has failed on other ranks, before its first mini-batch."))
                 continue
-            known = [each for each in announced if each]
+            known: list[Announced] = [each for each in announced if each]
             if len(known) < len(announced):
                 logger.warning("An update runs alone: its method did not announce its mini-batches (engine.announce).")
                 self._run_alone(turn)
                 continue
             live.append(turn)
-            works.append(tuple(map(max, zip(*(counts for counts, _ in known), strict=True))))
-            costs.append(max(cost for _, cost in known))
+            counts = tuple(map(max, zip(*(one.micro_batches for one in known), strict=True)))
+            works.append((counts, known[0].trains))
+            costs.append(max(one.cost for one in known))
         if not live:
             return [], []
         times = [cost / min(costs) for cost in costs]
         times = [1.0 if time < _ALIKE else round(time, 1) for time in times]
         planned = tuple(
-            Work(micro_batches=counts, forward=time, backward=2 * time)
-            for counts, time in zip(works, times, strict=True)
+            Work(micro_batches=counts, forward=time, backward=2 * time, trains=trains)
+            for (counts, trains), time in zip(works, times, strict=True)
         )
         if context.schedule[0] != planned:  # the first rank searches for all, and its error is that of all
             found: list[Schedule | WorkerError | None] = [None]
@@ -124,6 +129,7 @@ class SharedStages:
             turn.done()
 
     def _run(self, turns: Sequence[PipelineTurn], instructions: Sequence[Instruction]) -> None:
+        passes = dict[int, Pass]()
         for each in instructions:
             turn = turns[each.model]
             mine = turn.next_pass()
@@ -131,7 +137,9 @@ class SharedStages:
                 continue
             self.ran.append(each)
             if each.kind == "finish":
-                mine.end()
+                passes[each.model] = mine  # waits for its peers when nothing else would wait for it
                 turn.done()
             else:
                 mine.run(each)
+        for mine in passes.values():
+            mine.end()

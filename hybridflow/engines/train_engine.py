@@ -9,7 +9,8 @@ Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, C co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,8 @@ class TrainEngine(TrainStates):
         with self._operations.run("infer", self._shards.reset, loop.lockstep):
             rows, own = self.tokens.pooled(batch)
             micro_batches = self.tokens.micro_batches(rows, at)
+            if (turn := self._turn) is not None and turn.takes_forwards():
+                turn.announce([len(micro_batches)], self._cost(micro_batches))
             found = loop.infer(micro_batches, to_host_read, errors.append, hidden)
             if self.last_stage or errors:
                 settle(self.device)
@@ -227,7 +230,7 @@ class TrainEngine(TrainStates):
         self._gradients = "own"
         if totals is not None and (replays := self._model.loop.replays) is not None:
             metrics += replays.metrics(batch, totals.sequence_tokens)
-        if (turn := getattr(self._model.loop, "turn", None)) is not None:
+        if (turn := self._turn) is not None:
             self._reduce()  # while another model computes
             self._check.failed(turn.settle())
 
@@ -248,6 +251,16 @@ class TrainEngine(TrainStates):
             self._check.take()
             self._gradients = "zero"
 
+    @property
+    def _turn(self) -> PipelineTurn | None:
+        """This model's side while others compute beside it."""
+        return getattr(self._model.loop, "turn", None)
+
+    def offload(self, what: Collection[TrainState]) -> None:
+        if (turn := self._turn) is not None:
+            turn.rejoin()
+        super().offload(what)
+
     @contextmanager
     def in_turns(self, turn: PipelineTurn, others: Sequence[TrainEngine]) -> Iterator[None]:
         """Inside, mini-batches are run by `turn`, and a loss that raises in one of these engines stops all steps."""
@@ -260,20 +273,26 @@ class TrainEngine(TrainStates):
 
     def announce(self, minibatches: Sequence[Batch], loss: LossFunction) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
-        if (turn := getattr(self._model.loop, "turn", None)) is not None:
+        if (turn := self._turn) is not None:
             once = {id(batch): batch for batch in minibatches}  # epochs repeat them
             self._announced = {key: self.tokens.laid_out(batch, loss) for key, batch in once.items()}
             micro_batches = [self._announced[id(batch)][2] for batch in minibatches]
-            tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
-            turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
+            turn.announce([len(each) for each in micro_batches], self._cost(itertools.chain(*micro_batches)))
 
-    def step(self, leaving: bool = False) -> dict[str, float]:
+    def _cost(self, micro_batches: Iterable[MicroBatch]) -> float:
+        """The mean cost of one."""
+        return float(self.spec.cost(torch.tensor([micro.ids.numel() for micro in micro_batches])).mean())
+
+    def step(self, leaving: bool = False, send: Callable[[Iterator[int]], None] | None = None) -> dict[str, float]:
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
 
         `skipped` is 1.0 when gradients, or what they were computed from, were not finite: then nothing has changed,
         moments and counters included (except the loss scale, by gradients that were too large for float16). `leaving`:
-        everything is offloaded next, and copied to host memory part by part already.
+        everything is offloaded next, and copied to host memory part by part already. `send` receives `step_parts`.
         """
+        if send is not None:
+            send(self.step_parts())
+            return self.step_result
         optimizer = self._training()
         with self._stepping():
             optimizer.step(self._check.take(), leaving)

@@ -39,6 +39,8 @@ class WorkerSpec:
     """Why other groups may not write its weights."""
     shares_stages: bool = False
     """Whether its updates can share pipeline stages with another group's (`engines.time_sharing`)."""
+    sends_parts: bool = False
+    """Whether the last optimizer step of its updates sends each part of the weights while it updates the next."""
     waits: bool | None = None
     """Whether its model is in host memory between calls; None where it cannot be there as a whole."""
     without_generation: Settings = field(default_factory=lambda: {"generate": None})

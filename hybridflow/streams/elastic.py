@@ -26,6 +26,7 @@ from hybridflow.environments.agent import Agent
 from hybridflow.errors import HybridFlowError, PlacementError
 from hybridflow.planner.admission import StreamOptions
 from hybridflow.planner.elastic.policies import decide, static
+from hybridflow.planner.elastic.simulation import ElasticRun, measured_split
 from hybridflow.planner.elastic.state import (
     LOOKS,
     Action,
@@ -58,7 +59,8 @@ class Elastic(ElasticDevices):
     actor's and more; `inference` groups are either on the actor's devices and follow its size, or on the last devices,
     which the rollout does not have. `policy` is "gain" (the default), "rlinf", "lend", "static", or a function from a
     `State` to actions. `sizes` are the data parallel sizes that the actor may have (default: all multiples of its own
-    by a power of two, and the largest); the groups of all sizes are made here.
+    by a power of two, and the largest), or its sizes and the strategy of each (`GroupSizes`); the groups of all sizes
+    are made here.
 
     A policy that raises or answers what is not possible is refused with a warning; devices stay where they are until
     the next iteration asks it again.
@@ -153,6 +155,12 @@ class ElasticStream(ResponseStream):
         `elastic/moved_rows`, and `elastic/actor_instances`, `elastic/rollout_instances` now."""
         now = {f"elastic/{name}_instances": float(getattr(self._now, name).instances) for name in ("actor", "rollout")}
         return super().metrics() | self._switched | now
+
+    def best_split(self) -> tuple[ElasticRun, float]:
+        """The fastest static placement by what was measured so far: `rollout` and `actor` of a run are the instances
+        to place next time. Errors: those of `planner.elastic.simulation.measured_split`."""
+        measured = self.elastic.measured
+        return measured_split(replace(self._now, speeds=measured.speeds()), measured.in_order)
 
     def _begin(self, source: Iterator[Batch]) -> None:
         restored = self._restored is not None

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
+from hybridflow.config import TrainStrategy, is_strategy
 from hybridflow.driver import check_group, move_state
 from hybridflow.errors import ConfigError, HostLostError, HybridFlowError, PlacementError, add_outcome
 from hybridflow.planner.elastic.gain import POLICIES
@@ -47,9 +48,10 @@ class Resized:
 class GroupSizes:
     """A group in several data parallel sizes, of which one has its state: size s is on `pool[: s * p * t]`.
 
-    The group must be at one of `sizes`. The ranks of all others are built here, with all process groups of their own,
-    and sleep; those between two sizes are made at the first switch between them. While a switch runs, devices of both
-    sizes hold the state twice.
+    The group must be at one of `sizes`. With a mapping, such as `{1: hf.Megatron(tp=2), 2: hf.Megatron(tp=2, pp=2)}`,
+    a size has a strategy of its own, and s counts the p * t devices that the group has for d = 1 now. The ranks of all
+    others are built here, with all process groups of their own, and sleep; those between two sizes are made at the
+    first switch between them. While a switch runs, devices of both sizes hold the state twice.
 
     A group that does not train keeps its weights in each size that it has visited, and receives them again only when
     they have changed; with its `offload=True` they are in host memory between calls.
@@ -59,9 +61,12 @@ class GroupSizes:
     rank that cannot be built.
     """
 
-    def __init__(self, group: WorkerGroup, pool: ResourcePool, sizes: Iterable[int]) -> None:
+    def __init__(
+        self, group: WorkerGroup, pool: ResourcePool, sizes: Iterable[int] | Mapping[int, TrainStrategy]
+    ) -> None:
         self.group, self.pool, self.sizes = group, pool, _checked(group, pool, sizes)
-        self._settings = group.settings
+        self._strategies = dict(sizes) if isinstance(sizes, Mapping) else {}
+        self._unit, self._start = group.grid.p * group.grid.t, group.settings
         self._current: dict[str, int] = {}  # frozen weights: the version that ranks have, by key
         planned = {size: self._ranks(size) for size in self.sizes if size != self.size}
         for ranks in planned.values():
@@ -75,8 +80,11 @@ class GroupSizes:
 
     @property
     def size(self) -> int:
-        """The present data parallel size."""
-        return self.group.grid.d
+        """The present size."""
+        return self.group.grid.size // self._unit
+
+    def _settings(self, size: int) -> Mapping[str, Any]:
+        return {**self._start, "train": self._strategies[size]} if size in self._strategies else self._start
 
     def resize(self, size: int) -> Resized:
         """Move the group to another of its sizes. Earlier calls run first, at the old size; batches stay valid.
@@ -124,9 +132,9 @@ class GroupSizes:
     def _ranks(self, size: int) -> RankGroup:
         """The ranks of a size, not built, after all checks."""
         group, now = self.group, self.group.ranks
-        where = self.pool.part(self.pool.members[: size * now.grid.p * now.grid.t])
-        grid = replace(now.grid, d=size) if now.own_grid else None
-        return ranks_on(group.worker_class, where, now.settings, group.name, grid, instead_of=group)
+        where = self.pool.part(self.pool.members[: size * self._unit])
+        grid = replace(now.grid, d=size) if now.own_grid and not self._strategies else None
+        return ranks_on(group.worker_class, where, self._settings(size), group.name, grid, instead_of=group)
 
     def _build(self, size: int, ranks: RankGroup) -> RankGroup:
         backend = self.group.session.backend
@@ -183,7 +191,8 @@ class GroupSizes:
     def _check_place(self) -> None:
         """Errors: PlacementError when the group was moved by other means."""
         group, first = self.group, self.pool.members[: self.group.grid.size]
-        if (group.settings, group.pool_name, group.members) != (self._settings, self.pool.name, first):
+        here = self._settings(self.size) if self.size in self.sizes else None
+        if (group.settings, group.pool_name, group.members) != (here, self.pool.name, first):
             raise PlacementError(
                 f"{group.name} is at {group.ranks} on the devices {list(group.members)}, moved by other means than its "
                 f"sizes {list(self.sizes)}: make new GroupSizes."
@@ -213,8 +222,11 @@ def _checked(group: WorkerGroup, pool: ResourcePool, sizes: Any) -> tuple[int, .
         raise PlacementError(f"{name} has GroupSizes already: close these first.")
     if group.has_replicas:
         raise PlacementError(f"GroupSizes({name}): its placement has other layouts for some calls.")
-    if getattr(settings["train"], "dp", None) is not None:
-        raise PlacementError(f"GroupSizes({name}): {settings['train']!r} fixes its size. Leave out dp=.")
+    now = settings["train"]
+    for strategy in sizes.values() if isinstance(sizes, Mapping) else (now,):
+        require(is_strategy(strategy), f"GroupSizes({name}): {strategy!r} is no strategy such as hf.Megatron(tp=2).")
+        if getattr(strategy, "dp", None) is not None:
+            raise PlacementError(f"GroupSizes({name}): {strategy!r} fixes its size. Leave out dp=.")
     grid, first = group.grid, pool.members[: group.grid.size]
     if (group.pool_name, group.members) != (pool.name, first):
         raise PlacementError(
@@ -223,6 +235,8 @@ def _checked(group: WorkerGroup, pool: ResourcePool, sizes: Any) -> tuple[int, .
         )
     if grid.d not in found:
         raise PlacementError(f"{name} has the data parallel size {grid.d}: it must be one of its sizes {found}.")
+    if isinstance(sizes, Mapping) and sizes[grid.d] != now:
+        raise PlacementError(f"{name} has the strategy {now!r} at its size {grid.d}, not {sizes[grid.d]!r}.")
     if found[-1] * grid.p * grid.t > pool.size:
         raise PlacementError(
             f"{name} at size {found[-1]} asks for p*t*d = {grid.p}*{grid.t}*{found[-1]} devices, the pool has "
@@ -246,7 +260,7 @@ class ElasticDevices:
         rollout: WorkerGroup,
         inference: Sequence[WorkerGroup] | WorkerGroup = (),
         policy: str | Policy = "gain",
-        sizes: Iterable[int] | None = None,
+        sizes: Iterable[int] | Mapping[int, TrainStrategy] | None = None,
     ) -> None:
         require(isinstance(pool, ResourcePool), f"Elastic takes a ResourcePool, got {pool!r}.")
         pool.check_open()
@@ -293,18 +307,20 @@ class ElasticDevices:
                 held < self._replicas,
                 f"Elastic: {actor.name} covers all {self._replicas} replicas of {rollout.name}: leave one beside it.",
             )
-            self._build((actor, *followers), wanted)
+            self._build((actor, *followers), wanted, sizes if isinstance(sizes, Mapping) else {})
 
     @property
     def _replicas(self) -> int:
         return self.rollout.grid.generation().replicas
 
-    def _build(self, groups: Sequence[WorkerGroup], sizes: set[int]) -> None:
-        """All sizes of the groups, and the transfers between each and the present one, which are planned once."""
+    def _build(self, groups: Sequence[WorkerGroup], sizes: set[int], strategies: Mapping[int, TrainStrategy]) -> None:
+        """All sizes of the groups, of the actor with `strategies`, and the transfers between each and the present one,
+        which are planned once."""
         initial = self.actor.grid.d
         try:
             for group in groups:
-                self._sizes.append(GroupSizes(group, self.pool, sizes))
+                own = {size: strategies.get(size, group.settings["train"]) for size in sizes} if strategies else sizes
+                self._sizes.append(GroupSizes(group, self.pool, own if group is self.actor else sizes))
             for size in [*sorted(sizes - {initial}), max(sizes)]:
                 self.resize(size)
                 self.resize(initial)

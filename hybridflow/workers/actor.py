@@ -84,9 +84,9 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
         offload = ()
     check_offload(offload)
     require(
-        generate is not None or not (offload or overlap or bucket_mb is not None),
-        f"{worker}(bucket_mb={bucket_mb!r}, offload={offload!r}, overlap={overlap!r}) says how weights move to "
-        f"generation, and this actor does not generate: give generate=hf.VLLM(...).",
+        generate is not None or not (offload or bucket_mb is not None),
+        f"{worker}(bucket_mb={bucket_mb!r}, offload={offload!r}) says how weights move to generation, and this actor "
+        f"does not generate: give generate=hf.VLLM(...).",
     )
     require(
         not overlap or lora_of(settings) is None,
@@ -136,10 +136,11 @@ class ActorWorker(RowSession, ModelWorker):
     state to host memory: "optimizer" and "gradients" while generating, "generation" (its weights) while training; True,
     for an actor that neither trains nor generates, moves everything between calls. `overlap=True` moves the weights to
     generation during the last optimizer step of an update (PUZZLE, section 5.2); both copies stay in memory from then
-    on. `teacher` is the model of a ReferenceWorker, for losses that read `ref_logits`: only its output layer is loaded,
-    cut as the actor's is, and it is in device memory during those updates only. `mismatch` bounds how much
-    the log-probabilities of generation and training differ. With `replay_routing` a mixture of experts trains each
-    token on the experts that it was generated with: its own engines, and those of rollouts with
+    on. Without `generate` they move so by the `hf.sync_weights` that comes right after the update, to a group on other
+    devices. `teacher` is the model of a ReferenceWorker, for losses that read `ref_logits`: only its output layer is
+    loaded, cut as the actor's is, and it is in device memory during those updates only. `mismatch` bounds how much the
+    log-probabilities of generation and training differ. With `replay_routing` a mixture of experts trains each token on
+    the experts that it was generated with: its own engines, and those of rollouts with
     `VLLM(return_routed_experts=True)`, give the column `routed_experts`, which `compute_log_prob` and updates read.
     """
 
@@ -161,6 +162,7 @@ class ActorWorker(RowSession, ModelWorker):
             check=partial(_check, cls.__name__, settings, spec),
             waits=offload if idle and isinstance(offload, bool) else None,
             without_generation=_WITHOUT_GENERATION,
+            sends_parts=generate is None and settings["overlap"],
             replicas=replicas,
             resolve=partial(_with_routing, spec.resolve),
         )

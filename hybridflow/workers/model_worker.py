@@ -401,7 +401,7 @@ class ModelWorker(Worker):
 
     def _step(self, last: bool) -> dict[str, float]:
         """One optimizer step; `last`: it ends the update."""
-        return self.engine.step(leaving=last and bool(self._idle))
+        return self.engine.step(last and bool(self._idle), self.context.send_beside if last else None)
 
     @register(ALL_RANKS_FIRST_OUTPUT, binds=_optimizer_changes)
     def set_optimizer(

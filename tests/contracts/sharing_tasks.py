@@ -27,8 +27,8 @@ from tests.contracts.engine_tasks import build, share
 from tests.contracts.example_models import loss_of, make_batch
 from tests.contracts.rank_processes import World
 
-MINIBATCHES = {"lm": (12, 9), "value": (5, 8, 6)}
-"""Rows of each mini-batch, of all replicas."""
+MINIBATCHES = {"lm": (12, 9), "value": (5, 8, 6), "lm2": (7, 10)}
+"""Rows of each mini-batch, of all replicas, by the model's head; there may be a second one."""
 
 
 def update(
@@ -122,11 +122,12 @@ def both(
         calls: list[Callable[[], list[Any]]] = []
         for head, path in paths.items():
             engine = build(
-                world, f"{name}-{way}-{head}", strategies[head], size, path, head, config.Adam(lr=1e-3), None, False
+                *(world, f"{name}-{way}-{head}", strategies[head], size, path, head.removesuffix("2")),
+                *(config.Adam(lr=1e-3), None, False),
             )
             engines[head] = engine
             rows = [share(make_batch(n, seed=n), engine.grid, world.rank) for n in MINIBATCHES[head][:most]]
-            losses = [loss_of(head)] * len(rows)
+            losses = [loss_of(head.removesuffix("2"))] * len(rows)
             if head == fails and breaks is None and absent < 0:
                 losses[-1] = Raises(losses[-1].outputs)  # type: ignore[call-overload]
             calls.append(partial(update, engine, rows, losses, head != silent))
@@ -185,6 +186,33 @@ def search_that_fails(world: World, name: str, strategies: Mapping[str, Any], pa
         found = [str(result[-2] if isinstance(result, list) else result) for result in shared.run(updates)]
     world.engines += engines.values()
     return found
+
+
+def forwards(world: World, name: str, strategies: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+    """What models compute of unlike numbers of rows, one after the other and together, twice in each call."""
+    engines = {
+        head: build(world, f"{name}-{head}", strategies[head], 4, path, head.removesuffix("2"), None, None, False)
+        for head, path in paths.items()
+    }
+    batches = {
+        head: share(make_batch(sum(MINIBATCHES[head]), seed=2), engine.grid, world.rank)
+        for head, engine in engines.items()
+    }
+
+    def call(head: str) -> list[Any]:
+        outputs: Any = ("values",) if head == "value" else ("log_probs", "entropy")
+        found = [engines[head].forward(batches[head], outputs) for _ in range(2)]
+        return [{name: value.values.clone() for name, value in (each or {}).items()} for each in found]
+
+    out: dict[str, Any] = {"serial": [call(head) for head in engines]}
+    shared = SharedStages(list(engines.values()), next(iter(engines.values())).context, trains=False)
+    out["shared"] = shared.run([partial(call, head) for head in engines])
+    assert shared.schedule is not None
+    out |= {"ran": shared.ran, "works": shared.schedule.works}
+    for engine in engines.values():
+        engine.context.groups.close()
+        engine.close()
+    return out
 
 
 def micro_batches(ran: Sequence[Instruction]) -> int:

@@ -69,6 +69,34 @@ def test_shared_updates_equal_serial_ones(processes: RankProcesses, paths: dict[
     assert layout != "4-1-1" or set(of_models[0]) != set(of_models[1])
 
 
+@pytest.fixture(scope="module")
+def three(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    sizes = SIZES | {"hidden_size": 48}
+    another = make_policy(tmp_path_factory.mktemp("another") / "policy", tokenizer=False, num_hidden_layers=4, **sizes)
+    return {**paths, "lm2": another}
+
+
+@pytest.mark.parametrize("layout", ["4-1-1", "2-1-2"])
+def test_three_updates_equal_serial_ones(processes: RankProcesses, three: dict[str, Path], layout: str):
+    strategies = STRATEGIES[layout] | {"lm2": STRATEGIES[layout]["lm"]}
+    for rank in processes.run(4, tasks.both, processes.name(), strategies, three, 4):
+        for head in three:
+            assert not equal(rank["before"][head], rank["shared"][head][-1]), "the updates must change the weights"
+            assert equal(rank["serial"][head], rank["shared"][head])
+        assert len(rank["works"]) == 3
+
+
+@pytest.mark.parametrize("layout", ["4-1-1", "2-2-1"])
+def test_forward_passes_equal_serial_ones(processes: RankProcesses, three: dict[str, Path], layout: str):
+    strategies = STRATEGIES[layout] | {"lm2": STRATEGIES[layout]["lm"]}
+    found = processes.run(4, tasks.forwards, processes.name(), strategies, three)
+    for rank in found:
+        assert equal(rank["serial"], rank["shared"])
+        assert not any(work.trains for work in rank["works"])
+        assert tasks.micro_batches(rank["ran"]) == sum(work.total for work in rank["works"])
+    assert any(any(each) for rank in found for each in rank["shared"])
+
+
 def test_one_rank_searches_and_again_only_for_other_micro_batches(processes: RankProcesses, paths: dict[str, Path]):
     found = processes.run(4, tasks.searches, processes.name(), STRATEGIES["2-1-2"], paths)
     assert found == [[1, 1, 2], *[[0, 0, 0]] * 3]

@@ -223,3 +223,48 @@ def test_a_group_whose_size_changes_trains_as_one_whose_size_does_not(pool, mode
         one, other = (actor.update_actor(make_rows(8, seed=seed)).get() for actor in (elastic, constant))
         assert one["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-5)
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+
+
+@two
+def test_updates_share_stages(pool, models, place):
+    """Bit by bit what one update after the other gives, also of a second actor beside them."""
+    rows, found = hf.BatchRef.from_batch(make_rows(8)), []
+    for shared in (False, True):
+        settings: dict[str, Any] = {"train": Megatron(pp=2, micro_tokens=24), "optim": ADAM}
+        actor, second = (
+            place(hf.ActorWorker, pool, model=models[0], name=f"{name}-{shared}", **settings) for name in ("one", "two")
+        )
+        critic = place(hf.CriticWorker, pool, model=models[1], name=f"critic-{shared}", **settings)
+        updates = actor.update_actor(rows, minibatches=2), critic.update_critic(rows, minibatches=2)
+        updates += (second.update_actor(rows),)
+        if shared:
+            held = actor.session.iterations.held
+            hf.together(*updates)
+            assert len(held._together) == 3
+        metrics = [update.get() for update in updates]
+        computed = (actor.compute_log_prob(rows) | critic.compute_values(rows)).get()
+        found.append(([*map(dict.values, metrics)], computed["old_log_probs"].values, computed["values"].values))
+    (metrics, *outputs), (others, *other_outputs) = found
+    assert [list(each) for each in metrics] == [list(each) for each in others]
+    assert all(map(torch.equal, outputs, other_outputs))
+
+
+@two
+@pytest.mark.parametrize("train", [FSDP(), Megatron()], ids=["fsdp", "megatron"])
+def test_weights_are_sent_while_the_step_that_makes_them_runs(pool, models, place, train, tmp_path):
+    rows = hf.BatchRef.from_batch(make_rows(8))
+    source = place(hf.ActorWorker, pool[:1], model=models[0], train=train, optim=ADAM, overlap=True, name="source")
+    follower = place(hf.ReferenceWorker, pool[1:2], model=models[0], train=FSDP(), name="follower")
+    for _ in range(3):
+        source.update_actor(rows, minibatches=2)
+        hf.sync_weights(source, follower).get()
+    events = {
+        name: [e for e in pool[:1].events() if e.method == name and e.role == "source"][-2:]
+        for name in ("update_actor", "sync_weights")
+    }
+    for update, transfer in zip(*events.values(), strict=True):
+        assert update.start < transfer.start < update.end
+    theirs, weights = (
+        load_file(Path(group.save(tmp_path / group.name)) / "model.safetensors") for group in (follower, source)
+    )
+    assert all(torch.equal(theirs[name].bfloat16(), weights[name].bfloat16()) for name in weights)  # as they compute

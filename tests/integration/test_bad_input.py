@@ -131,7 +131,7 @@ ADAM = hf.Adam(lr=0.1)
         ({"offload": True}, ["offload=True: give several"]),
         ({"offload": ("optimizer",)}, ["without optim= there are no optimizer"]),
         ({"overlap": True}, ["overlap=True", "give optim="]),
-        ({"overlap": True, "optim": ADAM, "generate": None}, ["this actor does not generate: give generate="]),
+        ({"overlap": True, "generate": None}, ["overlap=True", "give optim="]),
     ],
 )
 def test_transitions_that_cannot_be(pool, bare, settings, parts):

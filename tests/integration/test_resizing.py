@@ -32,6 +32,7 @@ STRATEGIES = {
     "fsdp": (hf.FSDP(), (1, 2, 4)),
     "zero1": (hf.ZeRO(stage=1), (1, 2, 4)),
     "zero3": (hf.ZeRO(stage=3), (1, 2, 4)),
+    "p and t": (hf.Megatron(), {1: hf.Megatron(), 2: hf.Megatron(tp=2), 4: hf.Megatron(tp=2, pp=2)}),
 }
 
 
@@ -78,10 +79,11 @@ def bytes_of(group: hf.WorkerGroup) -> dict[int, list[int]]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_in_changing_sizes_is_training(name, actors, pool):
     """1 -> 2 -> 4 -> 1 between mini-batches, and once more: then nothing is built."""
-    strategy, known = STRATEGIES[name]
+    strategy, wanted = STRATEGIES[name]
+    known = tuple(wanted)
     stays, moves = (actors(strategy, getattr(strategy, "tp", 1), name=f"{name}-{who}") for who in ("stays", "moves"))
     bound = 1e-2 if name == "bfloat16" else TOLERANCE
-    sizes, built = GroupSizes(moves, pool, known), []
+    sizes, built = GroupSizes(moves, pool, wanted), []
     for step, batch in enumerate(batches(2 * len(known) + 1)):
         pending = moves.compute_log_prob(batch)
         expected, got = (group.update_actor(batch).get() for group in (stays, moves))
@@ -93,6 +95,7 @@ def test_training_in_changing_sizes_is_training(name, actors, pool):
         done = sizes.resize(to)
         assert (done.from_size, done.to_size) == (known[step % len(known)], to) == (done.from_size, sizes.size)
         assert moves.members == pool.members[: moves.grid.size]
+        assert not isinstance(wanted, dict) or moves.settings["train"] == wanted[to]
         after, counters_after = moves.whole_state().get()[0]
         assert {"main", "exp_avg", "exp_avg_sq", "weights"} == set(after)
         check_equal(before, after)

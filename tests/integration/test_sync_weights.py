@@ -242,6 +242,68 @@ def test_a_standalone_rollout_generates_with_the_actors_weights(pool, other_pool
         rollout.close()
 
 
+def times(pool: hf.ResourcePool, method: str) -> list[tuple[float, float]]:
+    """Of each call of a method on a pool's first host."""
+    events = [event for event in pool[0:1].events() if event.method == method and event.rank == 0]
+    return [(event.start, event.end) for event in events]
+
+
+@pytest.mark.parametrize("train", [hf.Megatron(tp=2), hf.Megatron(pp=2), hf.FSDP(), hf.ZeRO(stage=2)], ids=str)
+def test_weights_are_sent_while_the_step_that_makes_them_runs(pool, other_pool, policy, tmp_path, train):
+    """Each part once it is final: bit by bit what is sent after a whole step, and only right behind an update."""
+    settings = {"model": policy, "optim": hf.Adam(lr=1e-2)}
+    rows, found = hf.BatchRef.from_batch(make_rows(8)), {}
+    for overlap in (False, True):
+        source = hf.ActorWorker.on(pool[0:2], train=train, overlap=overlap, name=f"source-{overlap}", **settings)
+        follower = hf.ActorWorker.on(other_pool[0:2], train=hf.Megatron(tp=2), name=f"follower-{overlap}", **settings)
+        known, metrics = len(times(pool, "sync_weights")), []
+        try:
+            for iteration in range(4):
+                metrics.append(source.update_actor(rows, minibatches=2))
+                if iteration == 2:
+                    metrics[-1].get()  # the update is sent without its transfer
+                moved = hf.sync_weights(source, follower)
+            assert moved.get()["bytes"] > 0
+            weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
+            assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+            updates = times(pool, "update_actor")[-4:]
+            transfers = times(pool, "sync_weights")[known:]
+            within = [start < update[1] for (start, _), update in zip(transfers, updates, strict=True)]
+            assert within == ([False, True, False, True] if overlap else [False] * 4)  # the first plans
+            found[overlap] = weights, [each.get() for each in metrics]
+        finally:
+            source.close()
+            follower.close()
+    (weights, metrics), (others, other_metrics) = found.values()
+    assert metrics == other_metrics
+    assert all(torch.equal(others[name], weights[name]) for name in weights)
+
+
+def broken(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+    raise LookupError("the reward of this row is gone")
+
+
+def test_an_update_that_fails_before_its_step_sends_what_there_is(pool, other_pool, policy, tmp_path, settle):
+    source = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), overlap=True, name="s")
+    follower = hf.ReferenceWorker.on(other_pool[0:1], model=policy, train=hf.FSDP(), name="f")
+    rows = hf.BatchRef.from_batch(make_rows(8))
+    try:
+        source.update_actor(rows)
+        hf.sync_weights(source, follower).get()
+        failed = source.update_actor(rows, loss=broken)
+        assert hf.sync_weights(source, follower).get()["bytes"] > 0
+        with pytest.raises(WorkerError, match="the reward of this row is gone"):
+            failed.get()
+        settle()
+        source.update_actor(rows)
+        hf.sync_weights(source, follower).get()
+        weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
+        assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+    finally:
+        source.close()
+        follower.close()
+
+
 def difference(batch: hf.Batch) -> float:
     return float((batch["log_probs"].values - batch["old_log_probs"].values).abs().max())
 

@@ -57,7 +57,7 @@ from hybridflow.engines.units import Unit, step_groups
 from hybridflow.errors import WaitTimeoutError
 from hybridflow.models.architecture import architecture
 from hybridflow.models.hf_spec import Decoder
-from hybridflow.planner.pipeline.schedule import Instruction, Work, one_f_one_b, scheduled
+from hybridflow.planner.pipeline.schedule import Work, one_f_one_b
 
 
 def build_model(
@@ -266,11 +266,13 @@ class PipelineLoop:
         self.model.eval()
         found, given = list[Any](), len(micro_batches)
         micro_batches = self._padded(micro_batches)
-        forwards = [Instruction("forward", micro=i) for i in range(len(micro_batches))]
-        works = (Work(micro_batches=(len(micro_batches),)),)
         mine = self._pass(micro_batches, lambda micro, out: found.append(read(micro, out)), failed, trains=False)
         with without_output_layer(self.model) if hidden and self.last_stage else nullcontext():
-            mine.run_all(scheduled(works, [forwards] * self.stages).stages[self.at])
+            if self.turn is not None and self.turn.takes_forwards():
+                self.turn.take(mine)
+            else:
+                work = Work(micro_batches=(len(micro_batches),), trains=False)
+                mine.run_all(one_f_one_b(self.stages, work).stages[self.at])
         return found[:given]
 
     def train(

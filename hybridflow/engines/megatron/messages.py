@@ -28,8 +28,9 @@ class StageMessages:
         before, after = ranks[at - 1] if at else None, ranks[at + 1] if at + 1 < len(ranks) else None
         self.first = before is None  # nothing comes from a stage before this one
         self._peers = {"forward": (before, after), "backward": (after, before)}  # to receive from, to send to
-        both = context.groups.of(members)
-        own = context.groups.new("pipeline-backward", members) if context.device.type == "cuda" else both
+        both = own = context.groups.of(members)
+        if context.device.type == "cuda":
+            both, own = (context.groups.new(f"pipeline-{name}", members, priority=True) for name in self._peers)
         self._groups = {"forward": both, "backward": own}
         context.groups.between_stages.update((both, own))
         self._sent: dict[str, deque[tuple[dist.Work, Tensor]]] = {"forward": deque(), "backward": deque()}

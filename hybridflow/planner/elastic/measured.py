@@ -35,6 +35,11 @@ class Measured:
         if len(self._order) > _LENGTHS:
             self.lengths.remove(self._order.popleft())
 
+    @property
+    def in_order(self) -> list[int]:
+        """The lengths of responses as they ended."""
+        return [*self._order]
+
     def decoded(self, seconds: float, rows: float, tokens: int, prefilled: int) -> None:
         """An instance decoded `tokens` of `rows` rows at once, on average, and took up `prefilled` tokens."""
         if seconds > 0 and rows > 0 and tokens > 0:

@@ -52,24 +52,27 @@ def static(state: State) -> list[Action]:
 
 @settings
 class RLinf:
-    """RLinf's dynamic scheduler, as published: the actor's devices generate until at most `threshold` of the rows run;
-    at boundaries of mini-batches rollouts release the instances that raise the actor to its next sizes."""
+    """RLinf's dynamic scheduler, as published: the actor's devices generate until at most `threshold` of the rows run
+    (unless `pre_process` is False); at boundaries of mini-batches rollouts release the instances that raise the actor
+    to its next sizes. With `wait_before_last` rollouts and inference are waited for before the last mini-batch;
+    without it inference is released when no row runs."""
 
     threshold: Fraction = 0.5
+    pre_process: bool = True
     wait_before_last: bool = True
 
     def __call__(self, state: State) -> list[Action]:
         if state.done == state.minibatches:
             return [Finalize()]
         if state.event == "start":
-            return lend_actor(state)
+            return lend_actor(state) if self.pre_process else []
         if state.event == "rows":  # its pre-process ends
             early = state.actor.instances or state.done or state.running_rows > int(state.rows * self.threshold)
             return [] if early else return_actor(state)
         last = state.done == state.minibatches - 1
         actions = self.release_rollouts(state, last)
         after = applied(state, actions)
-        if state.inference.instances and (last or not after.rollout.instances):
+        if state.inference.instances and ((last and self.wait_before_last) or not after.rollout.instances):
             actions += [Wait("inference"), Release("inference", state.inference.instances)]
             after = applied(state, actions)
         return actions + grow_actor(after)

@@ -99,6 +99,23 @@ def best_static(run: ElasticRun, splits: Iterable[tuple[int, int]]) -> tuple[Ela
     return min(((each, simulate_elastic(each, static).mean) for each in runs), key=lambda found: found[1])
 
 
+def measured_split(state: State, lengths: Sequence[int]) -> tuple[ElasticRun, float]:
+    """The static split of a run's devices that is fastest by its measured speeds (RLinf's automatic placement), with
+    the sizes that its actor may have, and the predicted seconds of an iteration. `lengths` are those of its responses
+    so far. Errors: ConfigError without any, or where no split fits."""
+    require(bool(lengths), "no response has been measured yet: ask after an iteration.")
+    rollout, actor, inference = state.rollout, state.actor, state.inference.initial
+    run = ElasticRun(
+        devices=state.devices, rollout=1, actor=actor.sizes[0], prompts=state.rows // state.n, n=state.n,
+        minibatches=state.minibatches, speeds=state.speeds, lengths=lengths, tp=rollout.devices, mp=actor.devices,
+        inference=inference, actor_sizes=actor.sizes, warm_up=0,
+    )  # fmt: skip
+    room = {size: (state.devices - inference - size * actor.devices) // rollout.devices for size in actor.sizes}
+    splits = [(left, size) for size, left in room.items() if left > 0]
+    require(bool(splits), f"no size of the actor, {listed(actor.sizes)}, leaves devices for a rollout.")
+    return best_static(run, splits)
+
+
 def drawn_lengths(run: ElasticRun) -> tuple[list[int], list[list[int]]]:
     """Those of the warm-up, ascending, and those of the rows of each iteration."""
     rows, tokens = run.prompts * run.n, drawn(run.lengths, Random(run.seed))

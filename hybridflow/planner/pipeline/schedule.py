@@ -5,11 +5,11 @@ computation runs, the makespan, and the activations that are live. Pure.
 
 A receive only announces a message: the forward or backward that needs it waits. It stands one computation early, so
 that a transfer overlaps with it. Messages of one model in one direction have the same order on both sides, because NCCL
-has no tags."""
+has no tags, and one communicator: `check_order` refuses schedules in which they wait for each other."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,8 +29,8 @@ WINDOW = 2
 
 
 class Instruction(NamedTuple):
-    """`kind` for micro-batch `micro` of mini-batch `step` of a model. "finish" is the stage's part in the model's
-    optimizer step: it runs beside what follows."""
+    """`kind` for micro-batch `micro` of mini-batch `step` of a model. "finish" ends a mini-batch on the stage: of a
+    training, its part in the optimizer step runs beside what follows."""
 
     kind: Kind
     model: int = 0
@@ -44,26 +44,43 @@ class Instruction(NamedTuple):
 @settings
 class Work:
     """The training of one model: the micro-batches of each mini-batch; for a micro-batch on a stage its `forward` and
-    `backward` time and the `activations` that are live between both (any units); the time of an optimizer step."""
+    `backward` time and the `activations` that are live between both (any units); the time of an optimizer step. Or,
+    without `trains`, its forward passes."""
 
     micro_batches: tuple[int, ...]
     forward: Positive = 1.0
     backward: Positive = 2.0
     activations: Positive = 1.0
     finish: NonNegative = 0.0
+    trains: bool = True
 
     def __post_init__(self) -> None:
         counts = self.micro_batches
         good = bool(counts) and all(type(count) is int and count >= 1 for count in counts)
         require(good, f"Work(micro_batches={counts!r}): give the number, at least 1, of each mini-batch.")
+        require(self.trains or len(counts) == 1, f"Work({counts=}, trains=False): forward passes are one mini-batch.")
 
     @property
     def total(self) -> int:
         return sum(self.micro_batches)
 
     @property
+    def kinds(self) -> tuple[Computed, ...]:
+        return COMPUTES if self.trains else COMPUTES[:1]
+
+    @property
+    def each(self) -> float:
+        """The time of a micro-batch on a stage."""
+        return self.forward + self.backward * self.trains
+
+    @property
     def seconds(self) -> float:
-        return self.total * (self.forward + self.backward)
+        return self.total * self.each
+
+    @property
+    def held(self) -> float:
+        """Activations of a micro-batch that stay."""
+        return self.activations * self.trains
 
 
 @dataclass(frozen=True)
@@ -91,22 +108,26 @@ def _with_messages(
     before, behind = {"forward": not first, "backward": not last}, {"forward": not last, "backward": not first}
     left = {(m, k): count for m, work in enumerate(works) for k, count in enumerate(work.micro_batches)}
     begun: set[tuple[int, int]] = set()
-    early = 0  # computations before this one have their receives already
+    announced: set[Instruction] = set()
     for i, each in enumerate(computed):
-        # the next computation's receive goes first, unless its mini-batch does not exist before a step has ended
-        for j in range(early, min(i + 2, len(computed))):
-            after = computed[j]
-            if after.step and (after.model, after.step) not in begun:
-                if j > i:
-                    break
-                begun.add((after.model, after.step))
-            early = j + 1
-            if before[after.kind]:
-                yield after.of(RECEIVES[after.kind])
+        # the next computation's receive goes first, unless its mini-batch does not exist before a step has ended, or it
+        # would keep this one's send waiting
+        after = computed[i + 1] if i + 1 < len(computed) else None
+        alike = after is not None and (after.model, after.kind) == (each.model, each.kind)
+        ahead = [] if after is None or (after.step and (after.model, after.step) not in begun) else [after]
+        begun.add((each.model, each.step))
+        for one in (each, *(ahead if not alike or not behind[each.kind] else ())):
+            if before[one.kind] and one not in announced:
+                announced.add(one)
+                yield one.of(RECEIVES[one.kind])
         yield each
         if behind[each.kind]:
             yield each.of(SENDS[each.kind])
-        if each.kind == "backward":
+            for one in ahead if alike else ():
+                announced.add(one)
+                if before[one.kind]:
+                    yield one.of(RECEIVES[one.kind])
+        if each.kind == works[each.model].kinds[-1]:
             left[each.model, each.step] -= 1
             if not left[each.model, each.step]:
                 yield Instruction("finish", each.model, each.step)
@@ -119,10 +140,10 @@ def one_f_one_b(stages: int, work: Work) -> Schedule:
     computed: list[list[Instruction]] = [[] for _ in range(stages)]
     for stage, found in enumerate(computed):
         for step, count in enumerate(work.micro_batches):
-            ahead = min(stages - stage - 1, count)  # forwards before the first backward
+            ahead = min(stages - stage - 1, count) if work.trains else count  # forwards before the first backward
             for i in range(count + ahead):
                 found += [Instruction("forward", 0, step, i)] if i < count else []
-                found += [Instruction("backward", 0, step, i - ahead)] if i >= ahead else []
+                found += [Instruction("backward", 0, step, i - ahead)] if i >= ahead and work.trains else []
     return scheduled((work,), computed)
 
 
@@ -155,8 +176,7 @@ def simulate(schedule: Schedule, window: int = WINDOW) -> PipelineTimeline:
     while sum(run.advance(stage) for stage in range(len(schedule.stages))):
         pass
     if waiting := {s: each[run.at[s]] for s, each in enumerate(schedule.stages) if run.at[s] < len(each)}:
-        where = "; ".join(f"stage {stage} at {tuple(each)}" for stage, each in waiting.items())
-        raise ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
+        raise _endless(waiting)
     for link in {*run.sent, *run.awaited}:
         if [message for message, _ in run.sent[link]] != [message for message, _ in run.awaited[link]]:
             raise _unlike(link)
@@ -251,8 +271,80 @@ class _Run:
         return True
 
 
+def _endless(waiting: Mapping[int, Instruction]) -> ConfigError:
+    where = "; ".join(f"stage {stage} at {tuple(each)}" for stage, each in waiting.items())
+    return ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
+
+
 def _unlike(link: _Link) -> ConfigError:
     return ConfigError(f"messages of {link} are sent and received in different orders, or not at all.")
+
+
+_Operation = tuple[_Link, _Message]
+_AHEAD = {"forward": 1, "backward": -1}
+"""From a stage to the one that its messages go to."""
+
+
+def check_order(schedule: Schedule, window: int = WINDOW) -> None:
+    """Run a schedule by NCCL's rule: all messages of a model in one direction have one communicator, in which a stage's
+    sends and receives run in the order of its instructions, each only with the peer's. A stage computes in its order,
+    and waits for what it computes with and for the send that is `window` behind; an optimizer step waits for all
+    stages, and only the next mini-batch of its model for it.
+
+    If this ends, so does every run in which stages wait for less: each of its operations waits for earlier ones only.
+    Errors: ConfigError, as `simulate`."""
+    stages, last = schedule.stages, len(schedule.stages) - 1
+    queues: dict[_Link, deque[_Operation]] = defaultdict(deque)  # by communicator and stage
+    counts, done = Counter[tuple[int, _Link]](), Counter[tuple[int, _Link]]()  # of operations, by stage and link
+    received, ended, at = set[tuple[int, Instruction]](), Counter[tuple[int, int]](), [0] * len(stages)
+
+    def queue(stage: int, each: Instruction) -> tuple[int, _Link]:
+        verb, _, direction = each.kind.partition("_")
+        sender = stage if verb == "send" else stage - _AHEAD[direction]
+        link = each.model, direction, sender
+        queues[each.model, direction, stage].append((link, (each.step, each.micro)))
+        return stage, link
+
+    def runs(stage: int, each: Instruction) -> bool:
+        """Whether a stage is past this instruction."""
+        verb, _, direction = each.kind.partition("_")
+        if each.step and ended[each.model, each.step - 1] <= last:
+            return False
+        if each.kind == "finish":
+            ended[each.model, each.step] += 1
+        elif not direction:
+            return stage == (0 if verb == "forward" else last) or (stage, each) in received
+        else:
+            own = stage, (each.model, direction, stage)
+            if verb == "send" and counts[own] - done[own] >= window:
+                return False
+            counts[queue(stage, each)] += 1
+        return True
+
+    def exchange() -> bool:
+        """Run the first operations of each communicator; whether any ran."""
+        ran = False
+        for (model, direction, stage), own in queues.items():
+            peer = queues.get((model, direction, to := stage + _AHEAD[direction]))
+            while own and peer and own[0][0] == peer[0][0] == (model, direction, stage):
+                (link, message), (_, awaited) = own.popleft(), peer.popleft()
+                if message != awaited:
+                    raise _unlike(link)
+                done.update(((stage, link), (to, link)))
+                received.add((to, Instruction(direction, model, *message)))  # type: ignore[arg-type]  a kind
+                ran = True
+        return ran
+
+    progress = True
+    while progress:
+        progress = False
+        for stage, instructions in enumerate(stages):
+            while at[stage] < len(instructions) and runs(stage, instructions[at[stage]]):
+                at[stage] += 1
+                progress = True
+        progress |= exchange()
+    if waiting := {stage: own[at[stage]] for stage, own in enumerate(stages) if at[stage] < len(own)}:
+        raise _endless(waiting)
 
 
 def peak_activations(schedule: Schedule) -> list[float]:
@@ -260,7 +352,7 @@ def peak_activations(schedule: Schedule) -> list[float]:
     for computed in schedule.computations:
         live = peak = 0.0
         for each in computed:
-            size = schedule.works[each.model].activations
+            size = schedule.works[each.model].held
             live += size if each.kind == "forward" else -size
             peak = max(peak, live)
         peaks.append(peak)
@@ -269,14 +361,14 @@ def peak_activations(schedule: Schedule) -> list[float]:
 
 def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int = WINDOW) -> PipelineTimeline:
     """The timeline of a schedule that can run: each computation once on every stage, with the messages that it needs in
-    one order on both sides, no deadlock, and live activations within the `limits` of each stage. Errors:
-    ConfigError."""
+    one order on both sides, no deadlock, nor with one communicator for each model and direction, and live activations
+    within the `limits` of each stage. Errors: ConfigError."""
     wanted = {
         Instruction(kind, model, step, micro)
         for model, work in enumerate(schedule.works)
         for step, count in enumerate(work.micro_batches)
         for micro in range(count)
-        for kind in COMPUTES
+        for kind in work.kinds
     }
     for stage, computed in enumerate(schedule.computations):
         if len(computed) != len(wanted) or wanted != set(computed):
@@ -285,4 +377,6 @@ def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int
     for stage, peak in enumerate(peak_activations(schedule)):
         if limits is not None and peak > limits[stage] * (1 + 1e-9):
             raise ConfigError(f"stage {stage} would hold activations of {peak:g}, and has room for {limits[stage]:g}.")
-    return simulate(schedule, window)
+    found = simulate(schedule, window)
+    check_order(schedule, window)
+    return found

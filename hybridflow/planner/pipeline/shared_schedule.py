@@ -1,7 +1,7 @@
-"""Two trainings on the same pipeline stages, each in the other's bubbles (PUZZLE, section 4). Pure.
+"""Trainings, or forward passes, on the same pipeline stages, each in the others' bubbles (PUZZLE, section 4). Pure.
 
     serial    1 2 3 4 . . . A B C D ...   drain, then the other model
-    together  one in-order 1F1B over the micro-batches of both models: only its two ends are bubbles
+    together  one in-order 1F1B over the micro-batches of all models: only its two ends are bubbles
 
 Eq. (1): with P stages and N micro-batches of each model, equal in time, the makespan is (2N + P - 1)(F + B) instead of
 2(N + P - 1)(F + B). No schedule is shorter: the last stage begins after (P - 1)F, works without a pause, and its last
@@ -29,21 +29,21 @@ AT_ONCE = 1_000
 def serial_makespan(stages: int, works: Sequence[Work]) -> float:
     """The time of one model after the other, each by 1F1B that drains the pipeline at each of its steps."""
     steps = ((work, count + stages - 1) for work in works for count in work.micro_batches)
-    return sum(count * (work.forward + work.backward) + work.finish for work, count in steps)
+    return sum(count * work.each + work.finish for work, count in steps)
 
 
 def shortest(stages: int, works: Sequence[Work]) -> float:
     """No schedule takes less: the last stage has to wait, to work, and to be waited for."""
-    ends = (stages - 1) * (min(work.forward for work in works) + min(work.backward for work in works))
+    ends = (stages - 1) * (min(work.forward for work in works) + min(work.each - work.forward for work in works))
     return ends + sum(work.seconds for work in works)
 
 
 def memory_limits(stages: int, works: Sequence[Work]) -> tuple[float, ...]:
     """Live activations of each stage: P - s micro-batches of the model with the larger ones, as in serial 1F1B, and no
     more than both models hold when their mini-batches have fewer."""
-    largest = max(work.activations for work in works)
+    largest = max(work.held for work in works)
     return tuple(
-        min(most * largest, sum(min(max(work.micro_batches), most) * work.activations for work in works))
+        min(most * largest, sum(min(max(work.micro_batches), most) * work.held for work in works))
         for most in range(stages, 0, -1)
     )
 
@@ -58,7 +58,7 @@ def together(
     models' micro-batches, `at_once` only those that it begins with. To try an order is to run it with all waits and
     limits; the result passes `check`. Errors: ConfigError for a limit below one micro-batch."""
     limits = memory_limits(stages, works) if limits is None else limits
-    largest = max(work.activations for work in works)
+    largest = max(work.held for work in works)
     good = len(limits) == stages and min(limits) >= largest
     require(good, f"together(limits={limits}): give each of {stages} stages room for a micro-batch of {largest:g}.")
     size = 2 * stages * sum(work.total for work in works)
@@ -109,15 +109,15 @@ def _exchanged(order: Order, chance: random.Random) -> Order:
 
 
 class _Turn(NamedTuple):
-    """A micro-batch at its place in the order: the times of its forward and backward (in this order), its activations,
-    the indices of its optimizer step and of the one before it (-1: none), and the turn whose message must be awaited
-    when this one's is sent (-1: none)."""
+    """A micro-batch at its place in the order: its model's work, the indices of its mini-batch and of the one before it
+    (-1: none), and for its forward and its backward the places, among those of all models, of the ones whose messages
+    must be awaited when this one begins on a stage (-1: none): one that only sends, one that has to receive first, too,
+    which its communicator does behind the message before."""
 
-    times: tuple[float, float]
-    activations: float
+    work: Work
     step: int
     made: int
-    before: int
+    before: tuple[tuple[int, ...], ...]
 
 
 class InOrder:
@@ -136,7 +136,8 @@ class InOrder:
         self._names: list[tuple[Instruction, Instruction]] = []
         self._turns: list[_Turn] = []
         self._left: list[int] = []  # computations of each step
-        first, own = [0], list[list[int]]([] for _ in self._works)
+        self._order: tuple[list[int], list[int]] = [], []  # turns by kind
+        first, own = [0], [[list[int]() for _ in work.kinds] for work in self._works]
         for work in self._works:
             first.append(first[-1] + len(work.micro_batches))
             self._left += [self._stages * count for count in work.micro_batches]
@@ -144,10 +145,11 @@ class InOrder:
         for turn, model in enumerate(order):
             step, micro = next(following[model])
             work, at = self._works[model], first[model] + step
-            own[model].append(turn)
-            before = own[model][-1 - WINDOW] if len(own[model]) > WINDOW else -1
-            times = work.forward, work.backward
-            self._turns.append(_Turn(times, work.activations, at, at - 1 if step else -1, before))
+            for mine, every in zip(own[model], self._order, strict=False):
+                mine.append(len(every))
+                every.append(turn)
+            before = tuple(tuple(mine[-1 - n] if len(mine) > n else -1 for n in (WINDOW, 1)) for mine in own[model])
+            self._turns.append(_Turn(work, at, at - 1 if step else -1, before))
             forward = Instruction("forward", model, step, micro)
             self._names.append((forward, forward.of("backward")))
         self._limits = [limit * (1 + 1e-9) for limit in limits]
@@ -159,7 +161,8 @@ class InOrder:
         self._arrived[0][0] = [0.0] * len(order)
         self._awaited = [[*self._begun[0][1:], None], [None, *self._begun[1][:-1]]]  # by the peer
         self._run()
-        assert all(len(computed) == 2 * len(order) for computed in self._computed), "the stages wait for each other"
+        total = sum(map(len, self._order))
+        assert all(len(computed) == total for computed in self._computed), "the stages wait for each other"
 
     @property
     def makespan(self) -> float:
@@ -199,39 +202,41 @@ class InOrder:
         return None if forward is None else (forward, 0, stage)
 
     def _start(self, stage: int, kind: int) -> float | None:
-        turn, arrived = len(self._begun[kind][stage]), self._arrived[kind][stage]
-        if turn >= len(arrived):
+        at, arrived = len(self._begun[kind][stage]), self._arrived[kind][stage]
+        if at >= len(arrived):
             return None
-        start = max(self._clock[stage], arrived[turn])
-        _, activations, _, made, before = self._turns[turn]
-        if before >= 0 and (awaited := self._awaited[kind][stage]) is not None:
+        start = max(self._clock[stage], arrived[at])
+        turn = self._turns[self._order[kind][at]]
+        receives = stage != (self._stages - 1 if kind else 0)
+        if (before := turn.before[kind][receives]) >= 0 and (awaited := self._awaited[kind][stage]) is not None:
             if before >= len(awaited):
                 return None
             start = max(start, awaited[before])
         if kind:
             return start
-        ready = self._made[made]
-        if ready is None or self._live[stage] + activations > self._limits[stage]:
+        ready = self._made[turn.made]
+        if ready is None or self._live[stage] + turn.work.held > self._limits[stage]:
             return None
         return max(start, ready)
 
     def _compute(self, stage: int, kind: int, start: float) -> bool:
-        """Run the next computation of this kind; whether an optimizer step is made."""
-        turn = len(self._begun[kind][stage])
-        times, activations, step, *_ = self._turns[turn]
+        """Run the next computation of this kind; whether a mini-batch ends."""
+        turn = self._order[kind][len(self._begun[kind][stage])]
+        work, step, *_ = self._turns[turn]
         self._begun[kind][stage].append(start)
-        self._clock[stage] = end = start + times[kind]
+        self._clock[stage] = end = start + (work.backward if kind else work.forward)
         self._computed[stage].append((turn, kind))
-        if not kind:
-            self._live[stage] += activations
-            last = stage == self._stages - 1
-            self._arrived[1 if last else 0][stage if last else stage + 1].append(end)
-            return False
-        self._live[stage] -= activations
-        if stage:
+        self._live[stage] += -work.held if kind else work.held
+        if not kind and stage < self._stages - 1:
+            self._arrived[0][stage + 1].append(end)
+        elif kind and stage:
             self._arrived[1][stage - 1].append(end)
+        elif not kind and work.trains:
+            self._arrived[1][stage].append(end)
+        if work.trains > kind:
+            return False
         self._left[step] -= 1
         if self._left[step]:
             return False
-        self._made[step] = end + self._works[self._names[turn][0].model].finish
+        self._made[step] = end + work.finish
         return True

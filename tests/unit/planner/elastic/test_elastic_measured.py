@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.errors import ConfigError
 from hybridflow.planner.elastic.gain import gain, pays
 from hybridflow.planner.elastic.measured import Measured, fitted
-from hybridflow.planner.elastic.simulation import ElasticRun, start_of
+from hybridflow.planner.elastic.simulation import ElasticRun, best_static, measured_split, start_of
 from hybridflow.planner.elastic.state import Speeds
 from hybridflow.planner.stream_simulation import DecodingSpeed
 
@@ -90,3 +91,22 @@ def test_gain_keeps_still_what_moves_made_slower():
         assert pays(state) == moves, history
         assert bool(gain()(state)) == moves
         assert gain(history=False)(state)
+
+
+def test_the_fastest_static_split_by_what_was_measured():
+    """As many devices train as the measured speeds need, and no size that the actor does not have."""
+    decoding = DecodingSpeed(base=0.01, per_row=0.001)
+    common: dict[str, Any] = {"devices": 8, "rollout": 4, "actor": 4, "prompts": 8, "n": 2, "minibatches": 2}
+    lengths = [100 + 10 * i for i in range(16)]
+    found = {}
+    for per_token in (1e-5, 1e-2):
+        speeds = Speeds(decoding, 0.1, per_token)
+        run = ElasticRun(**common, speeds=speeds, lengths=lengths, actor_sizes=(1, 2, 4))
+        split, seconds = measured_split(start_of(run), lengths)
+        found[per_token] = split.rollout, split.actor
+        others = [(7, 1), (6, 2), (4, 4)]
+        assert (split, seconds) == best_static(replace(split, rollout=1, actor=1), others)
+        assert (split.rollout, split.actor) in others
+    assert found[1e-5][1] < found[1e-2][1] == 4
+    with pytest.raises(ConfigError, match="no response has been measured"):
+        measured_split(start_of(run), [])

@@ -113,6 +113,25 @@ def test_rlinf_releases_inference_that_has_waited():
     assert rlinf()(inferring("minibatch", {1: [], 2: []}, done=1)) == [*waits[1:], Allocate("actor", 6)]
 
 
+def test_rlinf_without_waiting_releases_inference_when_no_row_runs():
+    policy = rlinf(wait_before_last=False)
+    runs = inferring("minibatch", {1: [1], 2: [1]}, done=3)
+    assert not any(action.component == "inference" for action in policy(runs) if isinstance(action, Wait | Release))
+    assert applied(runs, policy(runs)).inference.instances == 2
+    for done in (1, 3):
+        over = inferring("minibatch", {1: [], 2: []}, done=done)
+        waits = [Release("rollout", 2), Wait("inference"), Release("inference", 2), Allocate("actor", 6)]
+        assert policy(over) == waits
+
+
+def test_rlinf_without_pre_process_trains_from_the_start():
+    policy = rlinf(pre_process=False)
+    assert rlinf()(start()) != [] == policy(start())
+    assert policy(at("rows", {1: [1], 2: [1], 3: [1]})) == []
+    state = at("minibatch", {1: [1], 2: [1], 3: [1, 2]}, done=1)
+    assert policy(state) == rlinf()(state)
+
+
 def test_lend_switches_if_it_saves_more_than_switches_took():
     assert lend(start()) == []  # no lengths seen: nothing is predicted
     seen = start(lengths=[100, 200])
