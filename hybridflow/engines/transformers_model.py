@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hybridflow.config import LoRA
 from hybridflow.engines.attention import register_packed_attention
+from hybridflow.engines.flat_shards import canonical_name
 from hybridflow.engines.lora.adapters import inject
-from hybridflow.engines.micro_batches import Sequences
+from hybridflow.engines.micro_batches import Images, Sequences
 from hybridflow.models.families import is_packable
 from hybridflow.models.hf_spec import Decoder, make_model
+from hybridflow.models.images import GRIDS, PIXELS
 
 
 class TransformersModel(nn.Module):
@@ -48,7 +50,7 @@ class TransformersModel(nn.Module):
         self._whole: tuple[Any] = (whole,)  # no child: its children are those of this module
         self._index: Tensor | None = None
         whole.get_output_embeddings().register_forward_pre_hook(lambda _, args: (self._read(args[0]),))
-        self._names = (spec.decoder, spec.layer_list)
+        self._names, self._parts = (spec.decoder, spec.layer_list), spec.parts
         forward = self.decoder.forward if self._value else whole.forward
         self._positions = "position_ids" in inspect.signature(forward).parameters
         for module in self.modules():
@@ -84,6 +86,13 @@ class TransformersModel(nn.Module):
         """Make tied embeddings one parameter again, after something replaced one of them."""
         self.output.weight = self._whole[0].get_input_embeddings().weight  # type: ignore[union-attr]
 
+    def train_all(self, trains: bool, frozen: Collection[str]) -> None:
+        """All parameters get gradients, or none; never those of the canonical tensors `frozen`."""
+        for full, parameter in self.named_parameters():
+            name = canonical_name(full)
+            tensor = self._parts[name].tensors[0] if name in self._parts else name
+            parameter.requires_grad_(trains and tensor not in frozen)
+
     def make_buffers(self, device: torch.device) -> None:
         """Put what is no parameter where the model computes, as its constructors made it."""
         for module, name, buffer in self._made:
@@ -104,15 +113,19 @@ class TransformersModel(nn.Module):
         positions_bS: Tensor,
         sequences: Sequences | None,
         hidden: bool = False,
+        images: Images | None = None,
     ) -> Tensor:
         """[N, C]: the head at `index_N`, positions in the flattened [b * S]; with `hidden` its input, [N, H].
 
         `ids_bS` and `positions_bS`, each token's place in its row, int64. With `sequences` ids are one packed row;
-        else rows are padded on the right, where a causal mask needs no other.
+        else rows are padded on the right, where a causal mask needs no other. Of rows with `images` their positions
+        take the place of `positions_bS`.
         """
         given: dict[str, Any] = {"input_ids": ids_bS, "use_cache": False}
         if self._positions:
             given["position_ids"] = positions_bS
+        if images is not None:
+            given |= {"position_ids": images.positions, PIXELS: images.patches, GRIDS: images.grids}
         if sequences is not None:
             assert self.packable, "rows of this model are not packed"
             given["sequences"] = sequences

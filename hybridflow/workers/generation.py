@@ -21,6 +21,7 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
+from hybridflow.engines.row_images import RowImages, check_columns
 from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.environments.acting_session import ActingSession, RecentSessions
 from hybridflow.environments.agent import AGENT_SETTINGS, Acted, Agent, AgentTurns, report_failures
@@ -33,6 +34,7 @@ from hybridflow.environments.trajectory_columns import (
 )
 from hybridflow.errors import ConfigError, DivergenceError, PromptError
 from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
@@ -78,6 +80,9 @@ def _check(settings: Settings, call: Settings) -> None:
     if most != strategy.sampling.max_tokens and here:
         check_response(read_spec(settings["model"], "lm"), strategy, most)
     batch = call["batch"]
+    if isinstance(batch, BatchRef) and not {PIXELS, GRIDS}.isdisjoint(batch.columns):
+        acts = call["agent"] is not None or "until" in call
+        check_columns(batch.rows, read_spec(settings["model"], "lm"), acts)
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):
         raise PromptError(
@@ -88,7 +93,7 @@ def _check(settings: Settings, call: Settings) -> None:
 
 
 def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
-    return ("prompt_ids|prompt", "row_id?") if call["agent"] is None else None
+    return ("prompt_ids|prompt", "row_id?", *IMAGES) if call["agent"] is None else None
 
 
 def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
@@ -146,7 +151,8 @@ class Generation:
         A row's random numbers depend on the seed of `sampling` and its `row_id`, not on the split.
         """
         row_ids = _row_ids(batch)
-        drawn = self.engine.generate(self._prompt_ids(batch), sampling, _seeds(sampling, row_ids), row_ids)
+        prompts, images = self._prompt_ids(batch), RowImages.of(batch)
+        drawn = self.engine.generate(prompts, sampling, _seeds(sampling, row_ids), row_ids, images)
         return self._columns([row for several in drawn for row in several])
 
     def trajectories(self, batch: Batch, agent: Agent, sampling: Sampling) -> Batch | None:

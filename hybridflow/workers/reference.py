@@ -14,6 +14,7 @@ from hybridflow.engines.contract import PARAMETERS
 from hybridflow.engines.weight_average import WeightAverage
 from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.settings import is_number, require
@@ -21,7 +22,7 @@ from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.teacher import plain_output_layer
 
-_READS = ("prompt_ids", "response_ids", "temperature?")
+_READS = ("prompt_ids", "response_ids", "temperature?", *IMAGES)
 
 
 def _check_k(settings: Settings, call: Any) -> None:
@@ -121,7 +122,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(
         THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids"),
+        reads=("prompt_ids", "response_ids", *IMAGES),
         writes=(TEACHER,),
         balance="num_tokens",
         check=_check_output_layer,

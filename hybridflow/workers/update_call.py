@@ -12,6 +12,7 @@ from hybridflow.algorithms.masked import or_sampled
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.engines.router_replay import ROUTING
 from hybridflow.errors import ConfigError, nearest
+from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings
 from hybridflow.settings import require
 
@@ -47,7 +48,7 @@ class UpdateCall:
             return None
         routing = (ROUTING,) if settings.get("replay_routing") else ()
         known = ("prompt_ids", "response_ids", *or_sampled(own), *teacher, *routing, *self.also_reads)
-        return (*known, "row_id?", "trajectory_id?")
+        return (*known, "row_id?", "trajectory_id?", *IMAGES)
 
     def check(self, settings: Settings, call: Settings) -> None:
         """Errors: ConfigError for a worker without optimizer or teacher, and mini-batches of different sizes."""

@@ -21,6 +21,7 @@ from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
 from hybridflow.engines.contract import Row, RowSource
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.row_images import RowImages, check_prompt
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.cache_image import CacheImage, CachePricing
 from hybridflow.engines.vllm.core import collect, memory, model_runner, start_core, stop_core, zero_pages
@@ -97,7 +98,7 @@ class VLLMEngine:
             if self._routing is not None:
                 caches["routed experts"] = self._routing.buffer
             self._cache: Memory = memory(self._core, "kv_cache", caches, eager=self._eager)
-            requests, keeps = RequestMaker(self.checkpoint), strategy.kv != "recompute"
+            requests, keeps = RequestMaker(self.checkpoint, spec.images), strategy.kv != "recompute"
             agreed = self._groups.of_first
             self._loop = EngineLoop(self._core, requests, agreed, self.max_length, keeps, self._routing)
             self._image = self._new_image(caches)
@@ -141,6 +142,7 @@ class VLLMEngine:
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         names: Sequence[int] | None = None,
+        images: Sequence[RowImages | None] | None = None,
     ) -> list[list[Row]]:
         """`sampling.n` finished rows of each prompt (token ids), in order; other rows of the session advance with them.
 
@@ -149,7 +151,8 @@ class VLLMEngine:
         top-p (greedy: at temperature 1). A response ends at `max_length` tokens of prompt plus response at the latest.
         `seeds` (one per prompt) decide what is drawn, whatever prompts are beside (on CUDA to rounding, unless the
         session is deterministic); without them `sampling.seed` and the row's index do, or a random number per replica
-        and call. `names` (one per prompt) are what messages call the prompts (default: their positions).
+        and call. `names` (one per prompt) are what messages call the prompts (default: their positions), `images` those
+        whose tokens are in them.
 
         Errors: PromptError for an empty prompt, unknown token ids, or one too long; ConfigError for `stop` without
         a tokenizer in the checkpoint directory.
@@ -158,6 +161,8 @@ class VLLMEngine:
         first, self._generated = -1 - self._generated, self._generated + len(prompts)
         row_ids = range(first, first - len(prompts), -1)  # rows of a session have ids of at least 0
         rows = self.new_rows(prompts, sampling, seeds, row_ids)
+        for row in rows if images is not None else ():
+            row.images = images[first - row.row_id]  # type: ignore[index]
         self._check_rows(rows, range(len(prompts)) if names is None else names)
         own = {row.name for row in rows}
         try:
@@ -336,6 +341,7 @@ class VLLMEngine:
                     f"max_length={self.max_length} (the model's context is {self.spec.context}). Shorten or filter "
                     "the prompts, or raise VLLM(max_length=...)."
                 )
+            check_prompt(name, prompt, row.images, self.spec)
             if min(prompt) < 0 or max(prompt) >= self.spec.vocab:
                 raise PromptError(
                     f"prompt {name} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, latent_size, text_config
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import even_bounds
 
@@ -137,14 +137,15 @@ def _plain(model: ModelSpec) -> Sizes:
 def _read(model: TransformersSpec) -> Sizes:
     """From the tensors of the checkpoint: of matrices in layers, experts are those that lie in a parameter with an axis
     for them."""
-    config, of_layer = hf_config(model.config), re.compile(re.escape(model.layer_list) + r"\.(\d+)\.")
+    config, of_layer = text_config(model), re.compile(re.escape(model.layer_list) + r"\.(\d+)\.")
     mixture = _mixture(config)  # other tensors with three axes are convolutions
     whole = [part for part in model.parts.values() if len(part.shape) == 3 and part.shape[0] == mixture["experts"]]
     stacked = {name for part in whole for name in part.tensors}
     count, elements, routed = Counter[str](), [0] * model.layers, [0] * model.layers
     for name, shape in model.shapes.items():
-        if (at := of_layer.match(name)) is None:
-            count["output" if not name.startswith(f"{model.decoder}.") else "outside"] += prod(shape)
+        of = model.parameter(name)
+        if (at := of_layer.match(of)) is None:
+            count["output" if not of.startswith(f"{model.decoder}.") else "outside"] += prod(shape)
             continue
         number, size = int(at[1]), prod(shape)
         elements[number] += size
@@ -172,7 +173,7 @@ def _read(model: TransformersSpec) -> Sizes:
         head_dim=head_dim,
         vocab=model.vocab if model.head == "lm" else 1,
         layer=sum(elements) / layers,
-        tensors=-(-sum(map(bool, map(of_layer.match, model.shapes))) // layers),
+        tensors=-(-sum(map(bool, map(of_layer.match, map(model.parameter, model.shapes)))) // layers),
         embedding=count["outside"] - hidden,
         output=model.vocab * hidden if model.tied and model.head == "lm" else count["output"],
         total=total,
