@@ -196,8 +196,8 @@ def update_work(context: CallContext, rows: float, minibatches: int, epochs: int
     parts = training(context, rows, minibatches, epochs).parts
     ends = parts.get("optimizer", 0.0) + parts.get("data_parallel", 0.0)
     micro, activations = schedule.flushes * schedule.micro, schedule.rows * context.size.hidden * context.size.layers
-    each = {"forward": forward, "backward": both - forward, "activations": activations}
-    return Work(micro_batches=(micro,) * steps * epochs, **each, finish=ends / (steps * epochs))
+    times, finish = (micro,) * steps * epochs, ends / (steps * epochs)
+    return Work(micro_batches=times, forward=forward, backward=both - forward, activations=activations, finish=finish)
 
 
 def update(context: CallContext) -> float:
