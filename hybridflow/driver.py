@@ -130,7 +130,9 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     weight plan per pair of groups (ReaL, section 5; PUZZLE, algorithm 1).
 
     The transfer runs in call order on both groups: later calls on `destination` see all of the new weights. A rollout
-    on devices of its own decodes its unfinished rows until `source` is ready to send. A destination that trains keeps
+    on devices of its own decodes its unfinished rows until `source` is ready to send. Right behind an update of an
+    actor with `overlap=True` and without generation, that update's last step sends each part once it is final, to a
+    group on other devices. A destination that trains keeps
     its optimizer's moments; a reference with `ema_decay` takes a step of its moving average. If the transfer fails,
     calls on `destination` raise until a `sync_weights` into it succeeds. The future returns `bytes` (over the wire, of
     all ranks), `seconds`, and `pause`: the longest time for which a rank neither trained nor decoded.

@@ -133,7 +133,8 @@ class HeldCalls:
     def accepts(self, ranks: RankGroup) -> bool:
         """Whether a call of these ranks could be sent with those that are held."""
         with self._lock:
-            return ranks.key in self._partners and ranks.key not in {call.ranks.key for call in self._calls}
+            held = {call.ranks.key for call in self._calls}
+            return bool(held) and ranks.key in self._partners - held
 
     def alone(self, key: str) -> int | None:
         """The number of the held call of these ranks; None without one."""

@@ -91,6 +91,20 @@ def test_together_equals_serial_updates(pair, rows, caplog):
     assert "actor/grad_norm" in actor.update_actor(rows).get()
 
 
+def test_three_updates_are_one_call(pair, pool, models, rows):
+    actor, critic = pair()
+    second = hf.ActorWorker.on(pool[0:2], model=models["actor"], train=TRAIN, optim=hf.Adam(lr=1e-3), name="second")
+    try:
+        updates = second.update_actor(rows), actor.update_actor(rows, minibatches=2), critic.update_critic(rows)
+        assert hf.together(*updates) == updates
+        assert all("skipped" in str(update.get()) for update in updates)
+        times = [spans(group, method) for group, method in ((second, "update_actor"), (actor, "update_actor"))]
+        times.append(spans(critic, "update_critic"))
+        assert max(start for start, _ in times) < min(end for _, end in times), "they ran at the same time"
+    finally:
+        second.close()
+
+
 def test_a_held_update_is_sent_by_any_other_use_of_the_session(pair, rows):
     actor, critic = pair()
     held = actor.session.iterations.held
