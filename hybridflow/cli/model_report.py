@@ -15,7 +15,7 @@ from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokeniz
 from hybridflow.engines.checkpoint.reader import INDEX, Checkpoint
 from hybridflow.engines.vllm.requirements import check, check_config
 from hybridflow.errors import HybridFlowError
-from hybridflow.models.hf_spec import Decoder, check_reading, hf_config, read_spec
+from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, text_config
 from hybridflow.models.spec import ModelSpec, read_config
 
 _READ = (
@@ -46,7 +46,7 @@ def examine_model(directory: Path) -> Iterator[Finding]:
 def _of_config(spec: Decoder) -> Iterator[Finding]:
     from hybridflow.engines.vllm.resolved import layer_windows
 
-    own, config = isinstance(spec, ModelSpec), hf_config(spec.config)
+    own, config = isinstance(spec, ModelSpec), text_config(spec)
     yield Finding("family", f"{spec.family}, of {'every backend' if own else 'FSDP and ZeRO'}, head {spec.head!r}")
     yield Finding("context", f"{spec.context} tokens")
     yield Finding("rope", str(getattr(config, "rope_parameters", None) or "none"))

@@ -23,6 +23,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.pinned import to_device
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ModelError, of_row
+from hybridflow.models.images import ImageTokens
 from hybridflow.models.spec import Cost
 
 Positions = Literal["before", "own", "last"]
@@ -78,6 +79,16 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class Images:
+    """The images of a micro-batch in the order of their tokens: `patches` [n, P] float32, `grids` [k, 3] int64, and by
+    them the places of all tokens in time, height and width, `positions` [3, b, S] int64."""
+
+    patches: Tensor
+    grids: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Rows `rows` [R] of a batch as `ids` [b, S] int64 and what is read of the model's output.
 
@@ -87,6 +98,7 @@ class MicroBatch:
     to a multiple); padded it is None, and causal attention never looks at what stands behind a row. `columns` are what
     a loss reads of the rows, `routing` [b, S, layers, k] int16 the experts that each token goes to (-1: not said). Of a
     micro-batch that ranks share, `place` [n] int64 are the positions of this rank among the `read` ones of all.
+    `images` are those of its rows, if any has some.
     """
 
     rows: Tensor
@@ -99,6 +111,7 @@ class MicroBatch:
     routing: Tensor | None = None
     place: Tensor | None = None
     read: int = 0
+    images: Images | None = None
 
     @property
     def selected(self) -> int:
@@ -125,6 +138,9 @@ class MicroBatch:
         sequences, columns = (part if part is None else part.to(device) for part in (self.sequences, self.columns))
         moved = {"ids": ids, "index": index, "targets": targets, "sequences": sequences, "columns": columns}
         place = self.place if self.place is None else to_device([self.place], device)[0]
+        if self.images is not None:
+            given = self.images
+            moved["images"] = Images(*to_device([given.patches, given.grids, given.positions], device))
         return replace(self, **moved, routing=self.routing_on(device), place=place)
 
     def routing_on(self, device: torch.device) -> Tensor | None:
@@ -137,7 +153,8 @@ class Split:
     micro-batches where there are as many rows (a pipeline with one would stand still). Token ids are below `vocab`.
 
     Packed micro-batches are alike in `cost` (by default in tokens); padded ones have rows of similar length. With
-    `single` every row is a micro-batch: for models that would see other rows of a packed one.
+    `single` every row is a micro-batch: for models that would see other rows of a packed one. `images`: how the model
+    reads them.
     """
 
     budget: int
@@ -147,6 +164,7 @@ class Split:
     packed: bool = True
     cost: Cost | None = None
     single: bool = False
+    images: ImageTokens | None = None
 
     def rows(self, lengths: Tensor, units: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Row indices of each micro-batch; in order when all fit into one.
@@ -211,12 +229,13 @@ class Split:
         at: Positions = "before",
         units: Sequence[Tensor] | None = None,
         routing: Ragged | None = None,
+        images: tuple[Ragged, Ragged] | None = None,
     ) -> list[MicroBatch]:
         """The rows as micro-batches that say which positions are read; `routing` are the experts of each row's first
-        tokens. Errors: BatchError of `check`, those of `rows`."""
+        tokens, `images` the patches and grids of its images. Errors: BatchError of `check`, those of `rows`."""
         self.check(prompts, responses)
         split = self.rows(prompts.lengths + responses.lengths, units) or [torch.arange(0)]
-        return [self._micro_batch(rows, prompts, responses, at, routing) for rows in split]
+        return [self._micro_batch(rows, prompts, responses, at, routing, images) for rows in split]
 
     def empty(self) -> MicroBatch:
         """A micro-batch without rows, for a rank that takes part in the collectives of others' micro-batches."""
@@ -224,7 +243,13 @@ class Split:
         return self._micro_batch(torch.arange(0), nothing, nothing, "before")
 
     def _micro_batch(
-        self, rows: Tensor, prompts: Ragged, responses: Ragged, at: Positions, routing: Ragged | None = None
+        self,
+        rows: Tensor,
+        prompts: Ragged,
+        responses: Ragged,
+        at: Positions,
+        routing: Ragged | None = None,
+        images: tuple[Ragged, Ragged] | None = None,
     ) -> MicroBatch:
         prompt, response = prompts.index(rows), responses.index(rows)
         ids, starts, sequences = self._laid_out(prompt, response)
@@ -242,7 +267,24 @@ class Split:
             row = said.row_index()
             experts[starts[row] + _positions(said, row)] = said.values.to(torch.int16)
             experts = experts.view(*ids.shape, *experts.shape[1:])
-        return MicroBatch(rows, ids, some(index), targets, lengths, sequences, routing=experts)
+        found = None if images is None else self._images(images, rows, ids, starts, prompt.lengths + response.lengths)
+        return MicroBatch(rows, ids, some(index), targets, lengths, sequences, routing=experts, images=found)
+
+    def _images(
+        self, images: tuple[Ragged, Ragged], rows: Tensor, ids: Tensor, starts: Tensor, lengths: Tensor
+    ) -> Images | None:
+        """Those of `rows`, which begin at `starts` of the flattened `ids` [b, S]; None without any."""
+        assert self.images is not None
+        order = starts.argsort(stable=True)
+        patches, grids = (column.index(rows[order]) for column in images)
+        if not len(grids.values):
+            return None
+        width = ids.shape[1]
+        places = torch.arange(width).repeat(3, ids.shape[0])  # of padding any
+        for start, length, grid in zip(starts[order].tolist(), lengths[order].tolist(), grids.rows(), strict=True):
+            own = slice(start, start + length)
+            places[:, own] = self.images.positions(ids.view(-1)[own], grid)
+        return Images(patches.values, grids.values, places.view(3, *ids.shape))
 
     def _laid_out(self, prompt: Ragged, response: Ragged) -> tuple[Tensor, Tensor, Sequences | None]:
         """ids [b, S] int64 (zero where padded), where each row begins in the flattened ids [R], and the sequences."""

@@ -233,4 +233,5 @@ class PlainLoop:
         """The output of the head at the positions of a micro-batch, [N or 1, C], or its input."""
         if self.replays is not None:
             self.replays.set(None if micro.routing is None else micro.routing.flatten(0, 1))
-        return self._shards.model(micro.ids, micro.index, micro.positions, micro.sequences, hidden).flatten(0, -2)
+        given = micro.ids, micro.index, micro.positions, micro.sequences, hidden, micro.images
+        return self._shards.model(*given).flatten(0, -2)

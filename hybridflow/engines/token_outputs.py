@@ -28,6 +28,7 @@ from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
 from hybridflow.engines.router_replay import ROUTING
 from hybridflow.errors import BatchError, ModelError, of_row
 from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.images import GRIDS, PIXELS
 
 _BLOCK_BYTES = 4 * BLOCK_BYTES  # larger ones: a device launches fewer kernels
 
@@ -74,6 +75,7 @@ class TokenOutputs:
             raise ModelError(f"{self.role}: no rank of cp={self.context.size} has the {wrong[0]} of a row. Use cp=1.")
         self.split.check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
         self._check_routing(batch)
+        self._check_images(batch)
         _ = response_mask(batch)
         self._check_lengths(batch)
         if "ref_logits" in outputs and self.teacher is not None:
@@ -111,6 +113,39 @@ class TokenOutputs:
         if routing.values.numel() and (int(routing.values.max()) >= count or int(routing.values.min()) < 0):
             raise BatchError(f"{ROUTING} has experts of another model: {self.role} has {count} per layer.")
 
+    def _check_images(self, batch: Batch) -> None:
+        """Errors: BatchError for images that the model does not read, and for prompts whose tokens do not fit them."""
+        found = [token_column(batch, name) for name in (PIXELS, GRIDS) if name in batch]
+        prompts, tokens = token_column(batch, "prompt_ids"), self.split.images
+        if tokens is None:
+            if any(len(column.values) for column in found):
+                raise BatchError(
+                    f"{self.role} is a {self.spec.family} model, which reads text only, and the batch has images "
+                    f"({PIXELS}). Use a model that reads images, or drop the column."
+                )
+            return
+        seen = prompts.with_values((prompts.values == tokens.token).long()).row_sum()
+        given = [torch.zeros_like(seen), torch.zeros_like(seen)]
+        if len(found) == 2:
+            pixels, grids = found
+            if pixels.values.shape[1:] != (tokens.patch,) or grids.values.shape[1:] != (3,):
+                raise BatchError(
+                    f"{self.role} reads {PIXELS} of {tokens.patch} numbers per patch and {GRIDS} of 3, and found "
+                    f"{list(pixels.values.shape[1:])} and {list(grids.values.shape[1:])}. Give "
+                    f"PromptLoader(processor=) the processor of this model."
+                )
+            given = [grids.with_values(tokens.counts(grids.values)).row_sum(), pixels.lengths // tokens.merge**2]
+        for row in ((seen != given[0]) | (seen != given[1])).nonzero()[:, 0].tolist():
+            raise of_row(
+                row,
+                f"has {int(seen[row])} tokens of images in its prompt, {GRIDS} of {int(given[0][row])} and {PIXELS} of "
+                f"{int(given[1][row])}. Give PromptLoader(processor=), which makes all three.",
+            )
+        responses = token_column(batch, "response_ids")
+        if len(wrong := torch.isin(responses.values, torch.tensor(tokens.special[:2])).nonzero()):
+            row = int(responses.row_index()[wrong[0, 0]])
+            raise of_row(row, "has a token of an image in its response, which only prompts can have.")
+
     def _check_lengths(self, batch: Batch) -> None:
         if not self.spec.learned_positions or not len(batch):
             return
@@ -131,7 +166,10 @@ class TokenOutputs:
         prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
         whole = None if loss is None else trajectories_of(loss, batch)
         routing: Any = None if self.replays is None else batch.peek(ROUTING)
-        found = self.split.micro_batches(prompts, responses, at, whole and whole.rows, routing)
+        images = (token_column(batch, PIXELS), token_column(batch, GRIDS)) if GRIDS in batch else None
+        if self.split.images is None:
+            images = None  # without any, as checked
+        found = self.split.micro_batches(prompts, responses, at, whole and whole.rows, routing, images)
         return found if self.context is None else [self.context.local(micro) for micro in found]
 
     def pooled(self, batch: Batch) -> tuple[Batch, Tensor | None]:

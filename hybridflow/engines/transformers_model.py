@@ -19,9 +19,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hybridflow.config import LoRA
 from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.lora.adapters import inject
-from hybridflow.engines.micro_batches import Sequences
+from hybridflow.engines.micro_batches import Images, Sequences
 from hybridflow.models.families import is_packable
 from hybridflow.models.hf_spec import Decoder, make_model
+from hybridflow.models.images import GRIDS, PIXELS
 
 
 class TransformersModel(nn.Module):
@@ -104,15 +105,19 @@ class TransformersModel(nn.Module):
         positions_bS: Tensor,
         sequences: Sequences | None,
         hidden: bool = False,
+        images: Images | None = None,
     ) -> Tensor:
         """[N, C]: the head at `index_N`, positions in the flattened [b * S]; with `hidden` its input, [N, H].
 
         `ids_bS` and `positions_bS`, each token's place in its row, int64. With `sequences` ids are one packed row;
-        else rows are padded on the right, where a causal mask needs no other.
+        else rows are padded on the right, where a causal mask needs no other. Of rows with `images` their positions
+        take the place of `positions_bS`.
         """
         given: dict[str, Any] = {"input_ids": ids_bS, "use_cache": False}
         if self._positions:
             given["position_ids"] = positions_bS
+        if images is not None:
+            given |= {"position_ids": images.positions, PIXELS: images.patches, GRIDS: images.grids}
         if sequences is not None:
             assert self.packable, "rows of this model are not packed"
             given["sequences"] = sequences

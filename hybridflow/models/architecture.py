@@ -369,8 +369,8 @@ def _read(spec: Any) -> Architecture:
     config, family = hf_config(spec.config), spec.family
     if family not in FAMILIES:
         raise ModelError(
-            f"Megatron does not compute {family} models.{nearest(family, FAMILIES)} Use FSDP() or ZeRO(), which take "
-            f"any decoder."
+            f"Megatron does not compute {family} models{', which read images' if spec.images else ''}."
+            f"{nearest(family, FAMILIES)} Use FSDP() or ZeRO(), which take any decoder."
         )
     keys, parts = FAMILIES[family]
     _check_settings(config, _KNOWN | frozenset(keys.split()), family)

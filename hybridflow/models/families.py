@@ -25,7 +25,8 @@ _PACKABLE_NAMES = """
     exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox
     granite granitemoe granitemoeshared helium hy_v3 hyperclovax jais2 laguna llama mellum minicpm3 minimax_m2
     minimax_m3_vl_text ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi
-    phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+    phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen3 qwen3_moe qwen3_vl seed_oss smollm3 solar_open starcoder2
+    vaultgemma youtu
 """
 PACKABLE = frozenset(_PACKABLE_NAMES.split())
 """Every layer attends exactly once, by transformers' attention function, under the causal mask (or window) that it is

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridflow.errors import ModelError
 from hybridflow.models.families import FUSED_LINEAR, check_causal
+from hybridflow.models.images import LANGUAGE_MODEL, VISION_FAMILIES, VISION_TOWER, ImageTokens
 from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Head, ModelSpec, Part, read_config
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class TransformersSpec:
     the name of the model without its head, `layer_list` that of its layers (`model.layers`). `linear` are the weights
     of layers that can have adapters, `experts` the parameters whose first dimension counts experts, `zeros` the
     vectors, besides biases, that begin as zero, `constants` those that no gradient changes (buffers, float32). With
-    `learned_positions` no row may be longer than `context`.
+    `learned_positions` no row may be longer than `context`. Of a model that also reads `images` the sizes are those of
+    its text decoder.
     """
 
     config: Mapping[str, Any]
@@ -62,13 +64,15 @@ class TransformersSpec:
     parts: Mapping[str, Part] = field(repr=False)
     zeros: frozenset[str] = field(repr=False)
     constants: frozenset[str] = field(repr=False)
+    images: ImageTokens | None = None
 
     @classmethod
     def of(cls, config: Any, head: Head = "lm") -> TransformersSpec:
         """From a `config.json` mapping or a transformers config object.
 
         Errors: ModelError for a model that AutoModelForCausalLM does not know, that is quantized or more than a
-        decoder, or whose tensors lie in a checkpoint otherwise than as pieces of its parameters.
+        decoder and does not read images, or whose tensors lie in a checkpoint otherwise than as pieces of its
+        parameters.
         """
         given = config if isinstance(config, Mapping) else config.to_dict()
         return _read(json.dumps(given, sort_keys=True, default=str), head)
@@ -111,7 +115,7 @@ def _read(text: str, head: Head) -> TransformersSpec:
     given = json.loads(text)
     with torch.device("meta"):
         model = make_model(given)
-    config, family = model.config, str(given.get("model_type"))
+    config, family = model.config.get_text_config(), str(given.get("model_type"))
     check_causal(config)
     decoder, layer_list = model.base_model_prefix, decoder_layers(model)
     if not hasattr(model, decoder):  # the prefix is that of a larger model which this one is a part of
@@ -163,6 +167,7 @@ def _read(text: str, head: Head) -> TransformersSpec:
         },
         zeros=_zeros(model),
         constants=frozenset(constants),
+        images=ImageTokens.of(model.config.to_dict()) if family in VISION_FAMILIES else None,
     )
 
 
@@ -188,7 +193,7 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
 
     family = config.get("model_type")
     known = CONFIG_MAPPING[family] if isinstance(family, str) and family in CONFIG_MAPPING else None
-    if known is None or known not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if known is None or (known not in MODEL_FOR_CAUSAL_LM_MAPPING and family not in VISION_FAMILIES):
         hint = _family_hint(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise ModelError(f"model_type {family!r} is not supported: AutoModelForCausalLM does not know it.{hint}")
     if config.get("quantization_config"):
@@ -198,9 +203,17 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
         said = " ".join(str(error).split())
         raise ModelError(f"transformers does not take this {family} config.json: {said}.") from None
-    if made.get_text_config() is not made:
-        raise ModelError(f"model_type {family!r} has more than a text decoder. Save its language model alone.")
+    if made.get_text_config() is not made and family not in VISION_FAMILIES:
+        raise ModelError(
+            f"model_type {family!r} has more than a text decoder. Save its language model alone, or use a model that "
+            f"reads images of {', '.join(VISION_FAMILIES)}."
+        )
     return made
+
+
+def text_config(spec: Decoder) -> PreTrainedConfig:
+    """The transformers configuration of its text decoder."""
+    return hf_config(spec.config).get_text_config()
 
 
 def latent_size(spec: Decoder) -> int:
@@ -232,22 +245,28 @@ def make_model(
 
     Errors: ModelError when transformers cannot make it of this config.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     made = hf_config(config)
     if getattr(made, "rescale_every", 0):  # rwkv would divide its own weights whenever it infers after training
         made.rescale_every = 0
-    ways = {"attn_implementation": attention, "experts_implementation": experts}
+    ways: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": experts}
+    auto: Any = AutoModelForCausalLM
+    if made.model_type in VISION_FAMILIES:  # patches of an image see each other
+        auto, ways["attn_implementation"] = AutoModelForImageTextToText, {"text_config": attention}
     try:
-        return AutoModelForCausalLM.from_config(made, dtype=dtype, trust_remote_code=False, **ways)
+        return auto.from_config(made, dtype=dtype, trust_remote_code=False, **ways)
     except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError, AssertionError) as error:
         raise ModelError(f"transformers cannot make this {made.model_type} model: {error}") from None
 
 
 def decoder_layers(model: PreTrainedModel) -> str:
-    """The name of the longest list of modules that transformers itself would never split over devices."""
+    """The name of the longest list of modules that transformers itself would never split over devices, of the text
+    decoder where a model has more."""
     from torch import nn
 
+    if model.config.model_type in VISION_FAMILIES:
+        return f"{LANGUAGE_MODEL}.layers"
     lists = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
@@ -347,7 +366,7 @@ def check_shared_heads(spec: Decoder, cp: int, tp: int, packed: bool, role: str 
 
 def _cost(model: PreTrainedModel, layer_list: str, columns: int, hidden: int, heads: int) -> Cost:
     """Matrices of the layers, of experts those that a token meets; attention of all heads."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     matrices = float(columns * hidden)
     for parameter in model.get_submodule(layer_list).parameters():
         if parameter.dim() == 3:  # experts
@@ -371,7 +390,7 @@ def _learns_positions(model: PreTrainedModel) -> bool:
 
 
 def _linear(model: PreTrainedModel) -> list[str]:
-    """Names of the layers that are called as nn.Linear is: something can be added to what they give.
+    """Names of the text decoder's layers that are called as nn.Linear is: something can be added to what they give.
 
     Left out are subclasses that give something else (routers), and those of `FUSED_LINEAR`.
     """
@@ -380,7 +399,7 @@ def _linear(model: PreTrainedModel) -> list[str]:
 
     found = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or name.startswith(VISION_TOWER):
             continue
         if type(module).forward is not nn.Linear.forward:
             try:

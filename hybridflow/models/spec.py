@@ -91,6 +91,7 @@ class ModelSpec:
     decoder, layer_list, learned_positions = "model", "model.layers", False
     parts: ClassVar[Mapping[str, Part]] = {}
     zeros: ClassVar[frozenset[str]] = frozenset()
+    images: ClassVar[None] = None
 
     @classmethod
     def from_hf_config(cls, config: Any, head: Head = "lm") -> ModelSpec:

@@ -227,11 +227,13 @@ def saved_dtypes(
 ) -> dict[str, torch.dtype]:
     """By tensor the dtype to save it in: that of `files`, as safetensors spells it; or `dtype`, and float32 for what
     transformers computes so in a model of `config` whose rest has 16 bits (routers, decays of recurrent layers)."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if dtype is None:
         return {name: torch_dtype(found) for name, found in files.items()}
-    model: Any = None if config is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config(config))]
+    made: Any = None if config is None else type(hf_config(config))
+    known = MODEL_FOR_CAUSAL_LM_MAPPING if made in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model: Any = None if made is None else known[made]
     kept = () if model is None else (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
     wide = re.compile("|".join(rf"(^|\.){re.escape(part)}(\.|$)" for part in kept) or "$^")
     return {name: torch.float32 if wide.search(name) else getattr(torch, dtype) for name in files}

@@ -45,7 +45,7 @@ def build_model(
     columns = -(-spec.vocab // grid.t)
     first = min(spec.vocab, columns * context.coords.t)
     packing = {"packed": strategy.packed, "single": not shards.model.packable}
-    split = Split(strategy.micro_tokens, strategy.cp, vocab=spec.vocab, cost=spec.cost, **packing)
+    split = Split(strategy.micro_tokens, strategy.cp, vocab=spec.vocab, cost=spec.cost, images=spec.images, **packing)
     group = context.groups.of(grid.group(context.rank, "t"))
     parts = step_groups(tensors | (adapter_tensors(spec, adapters.lora) if adapters else {}))
     tokens = TokenOutputs(context.role, spec, split, (first, min(spec.vocab, first + columns)), group)

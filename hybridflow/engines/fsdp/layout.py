@@ -23,6 +23,7 @@ from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout,
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.families import is_packable
 from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, TransformersSpec, check_shared_heads
+from hybridflow.models.images import LANGUAGE_MODEL, VISION_FAMILIES, VISION_TOWER
 from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid, divisors
 
@@ -51,10 +52,10 @@ Cut = tuple[Axis, int]  # along this axis of the mesh, this dimension of the ten
 
 @lru_cache(maxsize=16)
 def _plan(family: str) -> Mapping[str, str]:
-    """transformers' tensor parallel plan of a family, by module name below the decoder; empty without one."""
+    """transformers' tensor parallel plan of a family, by module name below the (text) decoder; empty without one."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[family].base_model_tp_plan or {}
+    return CONFIG_MAPPING[VISION_FAMILIES.get(family, family)].base_model_tp_plan or {}
 
 
 def tensor_parallel_styles(spec: Decoder) -> dict[str, str]:
@@ -64,9 +65,13 @@ def tensor_parallel_styles(spec: Decoder) -> dict[str, str]:
     before, _, behind = ends_and_layers(spec.tensors())
     owners = {part.tensors[0]: name for name, part in spec.parts.items()}
     ends = {owners.get(n, n): style for names, style in ((before, EMBEDDING), (behind, "colwise")) for n in names}
+    top = spec.decoder
+    if spec.images:  # what encodes images, which every rank computes, lies between the two
+        top, embedding = LANGUAGE_MODEL, f"{LANGUAGE_MODEL}.embed_tokens.weight"
+        ends = {name: EMBEDDING if name == embedding else "colwise" for name in ends if VISION_TOWER not in name}
     for name, shape in parameter_shapes(spec.tensors(), spec.parts).items():
         module = name.rpartition(".")[0]
-        below = re.sub(r"\.\d+(?=\.|$)", ".*", module.removeprefix(f"{spec.decoder}."))
+        below = re.sub(r"\.\d+(?=\.|$)", ".*", module.removeprefix(f"{top}."))
         if below in plan:
             found[module] = plan[below]
         elif name in ends and len(shape) == 2 and shape[0] == spec.vocab:  # a norm may be of this size
@@ -132,6 +137,8 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
         )
     check_tensor_parallel(spec, grid.t, role)
     check_experts(spec, grid.ep, role)
+    if spec.images and strategy.cp > 1:
+        raise ModelError(f"{role} reads images, which cp={strategy.cp} ranks cannot share. Use cp=1.")
     packed = strategy.packed and is_packable(spec.config)
     check_shared_heads(spec, strategy.cp, grid.t, packed, role)
 

@@ -10,7 +10,7 @@ from hybridflow.engines.vllm.latent_attention import CPU_RANK, CPU_SIZE
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
 from hybridflow.models.families import unread_rope_keys, vllm_only_keys
-from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size, text_config
 from hybridflow.models.spec import ModelSpec, read_config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -35,7 +35,7 @@ def head_dim(spec: Decoder) -> int:
     """Dimensions of an attention head. Errors: ModelError for a model without attention."""
     if isinstance(spec, ModelSpec):
         return spec.head_dim
-    config = hf_config(spec.config)
+    config = text_config(spec)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
         raise ModelError(
@@ -116,7 +116,7 @@ def prompt_limit(spec: Decoder, strategy: VLLM) -> int:
 
 def expert_count(spec: Decoder) -> int:
     """Routed experts of a layer that has some; 0 without experts."""
-    config = hf_config(spec.config)
+    config = text_config(spec)
     return next((count for name in _EXPERTS if (count := getattr(config, name, None))), 0)
 
 
@@ -153,19 +153,19 @@ def _check_latent(spec: Decoder, device_type: str) -> None:
 
 def _kinds(spec: Decoder) -> list[str]:
     """Kind of attention by layer, of families whose config says so."""
-    return [] if isinstance(spec, ModelSpec) else getattr(hf_config(spec.config), "layer_types", None) or []
+    return [] if isinstance(spec, ModelSpec) else getattr(text_config(spec), "layer_types", None) or []
 
 
 def check_config(checkpoint: str | Path) -> None:
     """Errors: ModelError for keys of a `config.json` that vLLM follows and the model that trains does not."""
     config = read_config(checkpoint)
-    known = type(made := hf_config(config))
+    known = type(made := hf_config(config).get_text_config())
     if unread := unread_rope_keys(made):
         raise ModelError(
             f"{checkpoint}/config.json has the rope parameters {', '.join(unread)}, which transformers does not read "
             f"in a {made.model_type} model: vLLM may rotate otherwise than the model that trains. Delete them."
         )
-    if found := vllm_only_keys(config, known):
+    if found := vllm_only_keys(config.get("text_config", config), known):
         raise ModelError(
             f"{checkpoint}/config.json has {', '.join(f'{key}={value!r:.40}' for key, value in found.items())}, which "
             f"vLLM follows and transformers' {known.__name__} does not know: responses would come from another model "

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridflow.errors import ModelError
 from hybridflow.models.families import NO_EFFECT
-from hybridflow.models.hf_spec import Decoder, hf_config
+from hybridflow.models.hf_spec import Decoder, text_config
 from hybridflow.models.spec import ModelSpec
 
 _OF_LAYERS = frozenset({"head_dim", "max_position_embeddings", "vocab_size"})
@@ -31,7 +31,7 @@ def check_resolved(vllm_config: Any, model: nn.Module, spec: Decoder) -> None:
 
 
 def _of_config(resolved: Any, spec: Decoder) -> Iterator[str]:
-    asked, found = hf_config(spec.config).to_dict(), resolved.to_dict()
+    asked, found = text_config(spec).to_dict(), resolved.to_dict()
     keys = asked.keys() - NO_EFFECT - (_OF_LAYERS if isinstance(spec, ModelSpec) else frozenset())
     if isinstance(spec, ModelSpec):
         keys &= spec.config.keys()
@@ -79,7 +79,7 @@ def layer_windows(spec: Decoder) -> list[int | None] | None:
     """By layer, of families whose config says so."""
     if isinstance(spec, ModelSpec):
         return [spec.sliding_window] * spec.layers
-    config = hf_config(spec.config)
+    config = text_config(spec)
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if not kinds or not set(kinds) <= {"full_attention", "sliding_attention"}:
         return None

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, latent_size, text_config
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import even_bounds
 
@@ -137,7 +137,7 @@ def _plain(model: ModelSpec) -> Sizes:
 def _read(model: TransformersSpec) -> Sizes:
     """From the tensors of the checkpoint: of matrices in layers, experts are those that lie in a parameter with an axis
     for them."""
-    config, of_layer = hf_config(model.config), re.compile(re.escape(model.layer_list) + r"\.(\d+)\.")
+    config, of_layer = text_config(model), re.compile(re.escape(model.layer_list) + r"\.(\d+)\.")
     mixture = _mixture(config)  # other tensors with three axes are convolutions
     whole = [part for part in model.parts.values() if len(part.shape) == 3 and part.shape[0] == mixture["experts"]]
     stacked = {name for part in whole for name in part.tensors}

@@ -1,0 +1,47 @@
+"""What the ranks of a vision-language model do in tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridflow.config import SGD
+from hybridflow.engines.checkpoint.writer import save_checkpoint
+from tests.contracts.engine_tasks import boxes, build, share
+from tests.contracts.example_models import loss_of
+from tests.contracts.rank_processes import World
+from tests.vision_models import make_rows
+
+LR = 0.05
+
+
+def trained(
+    world: World, name: str, strategy: Any, path: Path, kind: str, target: Path, size: int, counts: Any = None
+) -> dict[str, Any]:
+    """Log-probabilities, gradients of a PPO update, and what is saved after it."""
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0))
+    loss, rows = loss_of("lm"), share(make_rows(kind), engine.grid, world.rank, counts)
+    found: dict[str, Any] = {"log_probs": engine.forward(rows, ("log_probs",))}
+    engine.forward_backward(rows, loss, loss.outputs)
+    found["gradients"] = boxes(engine, engine.gradients())
+    engine.step()
+    save_checkpoint(
+        target, engine.layout(), engine.storage(), like=path, group=engine.context.groups.everyone(), rank=world.rank
+    )
+    found["after"] = engine.forward(rows, ("log_probs",))
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def values(world: World, name: str, strategy: Any, path: Path, kind: str, size: int) -> Any:
+    engine = build(world, name, strategy, size, path, "value")
+    torch.nn.init.constant_(engine.storage()["score.weight"], 0.1)
+    engine.weights_loaded()
+    rows = share(make_rows(kind), engine.grid, world.rank)
+    found = engine.forward(rows, ("values",))
+    engine.context.groups.close()
+    engine.close()
+    return found
