@@ -140,7 +140,7 @@ def make_rows(kind: str, *, seed: int = 0, response: bool = True, counts: tuple[
 
 def outputs(model: Any, batch: Batch, read: str = "lm") -> dict[str, Ragged]:
     """What transformers gives row by row for each response token, differentiable: `log_probs` and `entropy`, or with
-    `read="hidden"` the hidden states that predict it."""
+    `read` the `hidden` states or `logits` that predict it."""
     found: dict[str, list[Tensor]] = {}
     names = ("prompt_ids", "response_ids", "pixel_values", "image_grid_thw")
     columns = (token_column(batch, name).rows() for name in names)
@@ -151,7 +151,11 @@ def outputs(model: Any, batch: Batch, read: str = "lm") -> dict[str, Ragged]:
         if read == "hidden":
             found.setdefault("hidden", []).append(model.model(ids, **given)[0][0, at])
             continue
-        logs = model(ids, **given).logits[0, at].log_softmax(-1)
+        logits = model(ids, **given).logits[0, at]
+        if read == "logits":
+            found.setdefault("logits", []).append(logits)
+            continue
+        logs = logits.log_softmax(-1)
         found.setdefault("log_probs", []).append(logs.gather(-1, response[:, None])[:, 0])
         found.setdefault("entropy", []).append(-(logs.exp() * logs).sum(-1))
     return {name: Ragged.from_rows(rows) for name, rows in found.items()}

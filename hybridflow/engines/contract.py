@@ -30,6 +30,16 @@ class Uninitialized:
 UNINITIALIZED = Uninitialized()
 
 
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a prompt: `patches` [n, P] float32, `grids` [k, 3] int64, and a name of each, equal for equal
+    images."""
+
+    patches: Tensor
+    grids: Tensor
+    names: Sequence[str]
+
+
 @dataclass(slots=True)
 class Row:
     """One response, unfinished or finished: the `index`-th of the prompt `row_id`.
@@ -41,7 +51,8 @@ class Row:
     (fewer where its prefix cache has them), `prefilled` those that it computed before it sampled. The KV cache of a row
     that is `kept` stays when it ends, if there is room: a row of its name whose prompt begins with its tokens uses it.
     `routed_experts` [tokens, layers, k] are the experts that the layers with some have computed its first tokens with
-    (of prompt and response, all but the last), of a finished row of an engine that captures them.
+    (of prompt and response, all but the last), of a finished row of an engine that captures them. A row with `images`
+    stays in its engine.
     """
 
     row_id: int
@@ -58,6 +69,7 @@ class Row:
     prefilled: int = 0
     kept: bool = False
     routed_experts: Tensor | None = field(default=None, compare=False)
+    images: RowImages | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(given := cast("object", self.sampling), Mapping):
@@ -124,11 +136,12 @@ class GenerateEngine(Generator, Protocol):
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         names: Sequence[int] | None = None,
+        images: Sequence[RowImages | None] | None = None,
     ) -> list[list[Row]]:
         """`sampling.n` finished rows of each prompt; `seeds` one per prompt, so results do not depend on the split
         (on CUDA only to rounding: a row's logits depend on the rows beside it).
 
-        `names`, one per prompt, are what error messages call them (default: their positions).
+        `names`, one per prompt, are what error messages call them (default: their positions); `images` are theirs.
         """
         ...
 

@@ -22,6 +22,7 @@ from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten
+from hybridflow.engines.vllm.image_features import SETTINGS, longest_image, torchvision_names
 from hybridflow.engines.vllm.latent_attention import rotate_heads
 from hybridflow.engines.vllm.requirements import (
     BUILT_IN,
@@ -78,6 +79,9 @@ def start_core(
         with groups.installing(), ExitStack() as stack:
             for one in watching:
                 stack.enter_context(one)
+            model_class = _load_model_class(architecture(spec))
+            if spec.images:
+                stack.enter_context(longest_image(model_class))
             if on_transformers(spec):
                 stack.enter_context(isolation.uncompiled())
             config = _config(strategy, spec, checkpoint, device)
@@ -91,7 +95,7 @@ def start_core(
                 raise found from error
         runner = model_runner(core)
         check_resolved(config, runner.model, spec)
-        runner.sampler = PolicySampler(runner)
+        runner.sampler = PolicySampler(runner, spec.images.special if spec.images else ())
         if eager:
             lighten(runner.model)
         if device.type == "cpu":
@@ -172,7 +176,6 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
     from vllm.engine.arg_utils import EngineArgs
 
     model_class = architecture(spec)
-    _load_model_class(model_class)
     cpu, length, eager = device.type == "cpu", max_length(spec, strategy), runs_eagerly(strategy, device.type)
     config = EngineArgs(
         model=str(checkpoint),
@@ -198,6 +201,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         attention_backend=_attention(spec, device),
         kernel_config=KernelConfig(enable_jit_warmup=False),  # of kernels most of which vLLM's own sampler calls
         seed=0,
+        **(SETTINGS if spec.images else {}),
     ).create_engine_config()
     if strategy.pp == 1 and not config.scheduler_config.async_scheduling:  # where it is, it overlaps with the device
         from hybridflow.engines.vllm.scheduler import DecodeScheduler
@@ -213,12 +217,14 @@ def _attention(spec: Decoder, device: torch.device) -> AttentionBackendEnum | No
     return AttentionBackendEnum.CPU_MLA if device.type == "cpu" and latent_size(spec) else None
 
 
-def _load_model_class(name: str) -> None:
+def _load_model_class(name: str) -> Any:
     """Register the class itself: for a mere name vLLM starts a process that imports vLLM again to look at it."""
     from vllm.model_executor.models import ModelRegistry
 
     if load := getattr(ModelRegistry.models[name], "load_model_cls", None):
-        ModelRegistry.register_model(name, load())
+        with torchvision_names():
+            ModelRegistry.register_model(name, load())
+    return ModelRegistry.models[name].model_cls  # type: ignore[attr-defined]
 
 
 def _executor(rank: int, local_rank: int) -> type[ExecutorWithExternalLauncher]:

@@ -52,13 +52,13 @@ def _rms_norm(module: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     """In place of `own`: one call of torch's composite instead of its ten operations, where dtypes need no casts."""
     shape, epsilon = (module.hidden_size,), module.variance_epsilon
 
-    def normalized(x_NH: Tensor, residual_NH: Tensor | None = None) -> Any:
+    def normalized(x_NH: Tensor, residual: Tensor | None = None) -> Any:
         weight_H = module.weight
         if not x_NH.dtype == weight_H.dtype == torch.float32:
-            return own(x_NH, residual_NH)
-        if residual_NH is None:
+            return own(x_NH, residual)
+        if residual is None:
             return torch.rms_norm(x_NH, shape, weight_H, epsilon)
-        total_NH = x_NH + residual_NH
+        total_NH = x_NH + residual
         return torch.rms_norm(total_NH, shape, weight_H, epsilon), total_NH
 
     return normalized

@@ -19,7 +19,7 @@ from hybridflow.config import KV, VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
-from hybridflow.engines.contract import Row, RowSource
+from hybridflow.engines.contract import Row, RowImages, RowSource
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.cache_image import CacheImage, CachePricing
@@ -97,7 +97,7 @@ class VLLMEngine:
             if self._routing is not None:
                 caches["routed experts"] = self._routing.buffer
             self._cache: Memory = memory(self._core, "kv_cache", caches, eager=self._eager)
-            requests, keeps = RequestMaker(self.checkpoint), strategy.kv != "recompute"
+            requests, keeps = RequestMaker(self.checkpoint, spec.images), strategy.kv != "recompute"
             agreed = self._groups.of_first
             self._loop = EngineLoop(self._core, requests, agreed, self.max_length, keeps, self._routing)
             self._image = self._new_image(caches)
@@ -141,6 +141,7 @@ class VLLMEngine:
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         names: Sequence[int] | None = None,
+        images: Sequence[RowImages | None] | None = None,
     ) -> list[list[Row]]:
         """`sampling.n` finished rows of each prompt (token ids), in order; other rows of the session advance with them.
 
@@ -149,7 +150,8 @@ class VLLMEngine:
         top-p (greedy: at temperature 1). A response ends at `max_length` tokens of prompt plus response at the latest.
         `seeds` (one per prompt) decide what is drawn, whatever prompts are beside (on CUDA to rounding, unless the
         session is deterministic); without them `sampling.seed` and the row's index do, or a random number per replica
-        and call. `names` (one per prompt) are what messages call the prompts (default: their positions).
+        and call. `names` (one per prompt) are what messages call the prompts (default: their positions), `images` those
+        whose tokens are in them.
 
         Errors: PromptError for an empty prompt, unknown token ids, or one too long; ConfigError for `stop` without
         a tokenizer in the checkpoint directory.
@@ -158,6 +160,8 @@ class VLLMEngine:
         first, self._generated = -1 - self._generated, self._generated + len(prompts)
         row_ids = range(first, first - len(prompts), -1)  # rows of a session have ids of at least 0
         rows = self.new_rows(prompts, sampling, seeds, row_ids)
+        for row in rows if images is not None else ():
+            row.images = images[first - row.row_id]  # type: ignore[index]
         self._check_rows(rows, range(len(prompts)) if names is None else names)
         own = {row.name for row in rows}
         try:
@@ -335,6 +339,14 @@ class VLLMEngine:
                     f"prompt {name} has {len(prompt)} tokens and leaves no room for {needed} response tokens within "
                     f"max_length={self.max_length} (the model's context is {self.spec.context}). Shorten or filter "
                     "the prompts, or raise VLLM(max_length=...)."
+                )
+            tokens, images = self.spec.images, row.images
+            given = int(tokens.counts(images.grids).sum()) if tokens and images else 0
+            if (images and not tokens) or (tokens and prompt.count(tokens.token) != given):
+                raise PromptError(
+                    f"prompt {name} has {prompt.count(tokens.token) if tokens else 'no'} tokens of images, its images "
+                    f"have {given if tokens else 'some'}. Give PromptLoader(processor=) the processor of this model, "
+                    f"or use a model that reads images."
                 )
             if min(prompt) < 0 or max(prompt) >= self.spec.vocab:
                 raise PromptError(

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from hybridflow.config import Sampling
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
+from hybridflow.engines.vllm.image_features import features
 from hybridflow.engines.vllm.logit_edits import LogitEdits
 from hybridflow.errors import ConfigError
+from hybridflow.models.images import ImageTokens
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -19,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class RequestMaker:
-    """Makes the requests of rows for a model with the end tokens and the tokenizer of `checkpoint`."""
+    """Makes the requests of rows for a model with the end tokens and the tokenizer of `checkpoint`, which reads
+    `images` so."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Path, images: ImageTokens | None = None) -> None:
+        self._checkpoint, self._images = checkpoint, images
         self.stop_ids = end_token_ids(checkpoint)
         self._parameters = lru_cache(maxsize=4096)(self._new_parameters)
         self._edits = lru_cache(maxsize=64)(self._new_edits)
@@ -49,7 +52,10 @@ class RequestMaker:
         `cached` tokens are in the cache of the row's name, and with `holds` that of a row that is `kept` stays.
         """
         left, ids = row.sampling.longest - len(row.token_ids), row.prompt_ids + row.token_ids
-        return _request(row.name, ids[cached:], self._parameters(row.sampling, left), salt, row.kept and holds)
+        request = _request(row.name, ids[cached:], self._parameters(row.sampling, left), salt, row.kept and holds)
+        if row.images is not None and self._images is not None:
+            request.mm_features = features(row.prompt_ids, row.images, self._images, salt)
+        return request
 
     def watch(self, row: Row) -> IncrementalDetokenizer | None:
         """Finds stop strings in a response: `update(new_token_ids, False)` returns a string that was completed or None.

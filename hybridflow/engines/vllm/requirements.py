@@ -284,7 +284,10 @@ def architecture(spec: Decoder) -> str:
     if isinstance(spec, ModelSpec):
         return _OWN[spec.family]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as VISION
 
+    if spec.images:
+        return str(VISION[spec.family])
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(spec.family))
     if spec.family not in _FAMILIES and not on_transformers(spec):
         raise ModelError(

@@ -33,13 +33,14 @@ class PolicySampler(Sampler):
 
     `streams` holds, for every request in vLLM's scheduler, the seed of its row and the tokens of the row's prompt.
     `runner` is vLLM's model runner, whose batch says which request and how many tokens each row of logits has. Ids from
-    `known` on are never sampled (None: all may be): a vocabulary is often padded beyond its tokenizer. `edits` holds
-    what else changes the draws of a request. Like truncation, neither changes log-probabilities.
+    `known` on are never sampled (None: all may be): a vocabulary is often padded beyond its tokenizer. Neither are
+    `never`, tokens of images, which only prompts have. `edits` holds what else changes the draws of a request. Like
+    truncation, none of these changes log-probabilities.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, never: Sequence[int] = ()) -> None:
         super().__init__("processed_logprobs")
-        self._runner = runner
+        self._runner, self._never = runner, list(never)
         self.streams: dict[str, tuple[int, int]] = {}
         self.known: int | None = None
         self.edits: dict[str, LogitEdits] = {}
@@ -118,6 +119,8 @@ class PolicySampler(Sampler):
         """`logits` [B, V], in place, with ids that may not be sampled at minus infinity."""
         if self.known is not None and self.known < logits.shape[1]:
             logits[:, self.known :] = -torch.inf
+        if self._never:
+            logits[:, self._never] = -torch.inf
         return logits
 
     def _seeds(self, rows: int) -> Tensor:

@@ -1,0 +1,82 @@
+"""Images of rows as vLLM takes them, and what its classes need that read images: names of torchvision, a budget."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.engines.contract import RowImages
+from hybridflow.engines.vllm.isolation import replaced
+from hybridflow.models.images import GRIDS, PIXELS, ImageTokens
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+SETTINGS: dict[str, Any] = {
+    "limit_mm_per_prompt": {"image": 1, "video": 0},  # checked by vLLM's front end, which we do without
+    "mm_device_do_normalize": False,  # patches are normalised already
+    "mm_processor_cache_gb": 0,
+    "skip_mm_profiling": True,  # with images that a processor of vLLM's own would make
+}
+"""Of `EngineArgs`, for a model that reads images."""
+
+
+def features(ids: list[int], images: RowImages, tokens: ImageTokens, salt: str | None) -> list[MultiModalFeatureSpec]:
+    """Of a prompt `ids` whose tokens of images are as many as `images` have. Those of another `salt` share no cache."""
+    from transformers import BatchFeature
+    from vllm.model_executor.models.qwen2_vl import _create_qwen2vl_field_factory
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
+
+    given = BatchFeature({PIXELS: images.patches, GRIDS: images.grids})
+    items = MultiModalKwargsItems.from_hf_inputs(given, _create_qwen2vl_field_factory(tokens.merge)(given))["image"]
+    found, at = [], 0
+    for item, name, count in zip(items, images.names, tokens.counts(images.grids).tolist(), strict=True):
+        name, at = f"{name}{salt or ''}", ids.index(tokens.token, at)
+        place = PlaceholderRange(offset=at, length=count)
+        found.append(MultiModalFeatureSpec(item, "image", identifier=name, mm_position=place, mm_hash=name))
+        at += count
+    return found
+
+
+@contextmanager
+def longest_image(model_class: Any) -> Iterator[None]:
+    """Inside, an image may fill the context of this model, and vLLM makes no processor of its own to find that out."""
+
+    def build(self: Any, ctx: Any) -> Any:
+        info = self.info(ctx)
+        info.get_mm_max_tokens_per_item = lambda seq_len, mm_counts: {"image": seq_len}
+        return SimpleNamespace(info=info)
+
+    with replaced(type(model_class._processor_factory), "build_processor", build):
+        yield
+
+
+class _Nothing(ModuleType):
+    """A module of which any name can be imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+@contextmanager
+def torchvision_names() -> Iterator[None]:
+    """Inside, names of torchvision can be imported where it is not installed: vLLM's modules import transformers'
+    processors, which import it. Images are processed once, before they come here, so none of them is called."""
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        yield
+        return
+    names = [f"torchvision{rest}" for rest in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
+    for name in names:
+        sys.modules[name] = _Nothing(name)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]

@@ -1,0 +1,40 @@
+"""vLLM with images: greedy tokens and log-probabilities are those of transformers, with new weights too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from hybridflow.batch.ragged import Ragged
+from tests.contracts.rank_processes import RankProcesses
+from tests.integration import image_tasks as tasks
+from tests.vision_models import KINDS, SPECIAL, make_rows, make_vision, outputs
+
+
+@pytest.mark.parametrize(("kind", "tp"), [*((kind, 1) for kind in KINDS), ("qwen3_vl", 2)])
+def test_tokens_and_log_probabilities_are_those_of_transformers(tmp_path, kind, tp):
+    models = [make_vision(tmp_path / f"{seed}", kind, seed=seed) for seed in (0, 1)]
+    processes = RankProcesses(tp)
+    try:
+        parts = processes.run(tp, tasks.generated, "images", models, kind, tp)
+    finally:
+        processes.close()
+    assert all(part == parts[0] for part in parts)
+    *found, refused = parts[0]
+    assert "prompt 1 has 6 tokens of images, its images have 0" in refused
+    rows = make_rows(kind, response=False)
+    for path, drawn in zip(models, found, strict=True):
+        model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        both = torch.arange(len(rows)).repeat_interleave(2)
+        responses = Ragged.from_rows([ids for ids, _ in drawn], torch.int64)
+        with torch.no_grad():
+            want = outputs(model, rows[both].with_columns(response_ids=responses), "logits")["logits"].values
+        kept = want.clone()
+        kept[:, range(2, len(SPECIAL))] = -torch.inf  # tokens of images are never drawn
+        assert kept.argmax(-1).equal(responses.values)
+        logs = want.log_softmax(-1).gather(-1, responses.values[:, None])[:, 0]
+        assert torch.allclose(torch.tensor([one for _, several in drawn for one in several]), logs, atol=1e-3)
+    assert found[0] != found[1]
