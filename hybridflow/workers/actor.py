@@ -114,7 +114,7 @@ _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response
 
 
 def _log_prob_reads(settings: Settings, call: Settings) -> tuple[str, ...]:
-    columns = ("prompt_ids", "response_ids", "temperature?")
+    columns = ("prompt_ids", "response_ids", "temperature?", *IMAGES)
     return (*columns, ROUTING) if settings.get("replay_routing", False) else columns
 
 
@@ -321,7 +321,7 @@ class ActorWorker(RowSession, ModelWorker):
 
     @register(
         THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "temperature?"),
+        reads=("prompt_ids", "response_ids", "temperature?", *IMAGES),
         writes=("ref_log_probs",),
         balance="num_tokens",
         check=_check_reference,
@@ -333,7 +333,7 @@ class ActorWorker(RowSession, ModelWorker):
         with adapters.disabled(), self.engine.tokens.own_routing():
             return self._computed(batch, "log_probs", "ref_log_probs")
 
-    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?", *IMAGES), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
         with self.resident(PARAMETERS), self.engine.tokens.own_routing():

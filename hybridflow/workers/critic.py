@@ -120,7 +120,7 @@ class CriticWorker(ModelWorker):
 
     @register(
         THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids"),
+        reads=("prompt_ids", "response_ids", *IMAGES),
         writes=lambda settings, call: (_values(settings["of"]),),
         balance="num_tokens",
     )

@@ -21,7 +21,7 @@ from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.teacher import plain_output_layer
 
-_READS = ("prompt_ids", "response_ids", "temperature?")
+_READS = ("prompt_ids", "response_ids", "temperature?", *IMAGES)
 
 
 def _check_k(settings: Settings, call: Any) -> None:
@@ -121,7 +121,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(
         THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids"),
+        reads=("prompt_ids", "response_ids", *IMAGES),
         writes=(TEACHER,),
         balance="num_tokens",
         check=_check_output_layer,

@@ -47,7 +47,7 @@ class UpdateCall:
             return None
         routing = (ROUTING,) if settings.get("replay_routing") else ()
         known = ("prompt_ids", "response_ids", *or_sampled(own), *teacher, *routing, *self.also_reads)
-        return (*known, "row_id?", "trajectory_id?")
+        return (*known, "row_id?", "trajectory_id?", *IMAGES)
 
     def check(self, settings: Settings, call: Settings) -> None:
         """Errors: ConfigError for a worker without optimizer or teacher, and mini-batches of different sizes."""
