@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridflow.config import Sampling, Until
 from hybridflow.engine3d.interfaces import Generator
+from hybridflow.engines.row_images import RowImages
 from hybridflow.topology import GenerationGrid
 
 Output = Literal["log_probs", "entropy", "values", "logits", "ref_logits"]
@@ -28,16 +29,6 @@ class Uninitialized:
 
 
 UNINITIALIZED = Uninitialized()
-
-
-@dataclass(frozen=True)
-class RowImages:
-    """The images of a prompt: `patches` [n, P] float32, `grids` [k, 3] int64, and a name of each, equal for equal
-    images."""
-
-    patches: Tensor
-    grids: Tensor
-    names: Sequence[str]
 
 
 @dataclass(slots=True)

@@ -1,5 +1,9 @@
 """ImageTokens: how a vision-language model reads images among the tokens of a prompt. Pure.
 
+Prompts with images have three columns: `prompt_ids`, where each image already is as many image tokens as it has merged
+patches, `pixel_values` (ragged float32 [n, P], n = 0 for a row without images) and `image_grid_thw` (ragged int64
+[k, 3]). `hf.PromptLoader(processor=)` makes them.
+
 Shapes: S tokens of a row, k images, n patches of all of them, P numbers of a patch.
 """
 

@@ -15,6 +15,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, nearest
+from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.topology import RankGrid

@@ -21,6 +21,7 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
+from hybridflow.engines.row_images import RowImages, check_columns
 from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.environments.acting_session import ActingSession, RecentSessions
 from hybridflow.environments.agent import AGENT_SETTINGS, Acted, Agent, AgentTurns, report_failures
@@ -33,6 +34,7 @@ from hybridflow.environments.trajectory_columns import (
 )
 from hybridflow.errors import ConfigError, DivergenceError, PromptError
 from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
@@ -78,7 +80,9 @@ def _check(settings: Settings, call: Settings) -> None:
     if most != strategy.sampling.max_tokens and here:
         check_response(read_spec(settings["model"], "lm"), strategy, most)
     batch = call["batch"]
-    _check_images(settings, call)
+    if isinstance(batch, BatchRef) and not {PIXELS, GRIDS}.isdisjoint(batch.columns):
+        acts = call["agent"] is not None or "until" in call
+        check_columns(batch.rows, read_spec(settings["model"], "lm"), acts)
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):
         raise PromptError(
@@ -86,22 +90,6 @@ def _check(settings: Settings, call: Settings) -> None:
         )
     if (agent := call["agent"]) is not None and isinstance(batch, BatchRef):
         agent.check(str(settings["model"]), batch.columns)
-
-
-def _check_images(settings: Settings, call: Settings) -> None:
-    """Errors: PromptError for images that the model does not read, or that this call does not take."""
-    if not isinstance(batch := call["batch"], BatchRef) or PIXELS not in batch:
-        return
-    if not read_spec(settings["model"], "lm").images:
-        raise PromptError(
-            f"{batch.rows} prompts have the column {PIXELS}, and {settings['model']} reads text only. Use a model that "
-            f"reads images ({', '.join(VISION_FAMILIES)}), or drop the column."
-        )
-    if call["agent"] is not None or "until" in call:
-        raise PromptError(
-            f"prompts have images ({PIXELS}), which environments, tools and streams of rows do not take yet. Use "
-            f"generate_sequences without them."
-        )
 
 
 def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
@@ -163,7 +151,7 @@ class Generation:
         A row's random numbers depend on the seed of `sampling` and its `row_id`, not on the split.
         """
         row_ids = _row_ids(batch)
-        prompts, images = self._prompt_ids(batch), _images(batch)
+        prompts, images = self._prompt_ids(batch), RowImages.of(batch)
         drawn = self.engine.generate(prompts, sampling, _seeds(sampling, row_ids), row_ids, images)
         return self._columns([row for several in drawn for row in several])
 
@@ -309,20 +297,6 @@ class Generation:
 
 def _row_ids(batch: Batch) -> list[int] | None:
     return row_column(batch, "row_id").tolist() if "row_id" in batch else None
-
-
-def _images(batch: Batch) -> list[RowImages | None] | None:
-    """Those of each row; None without any column of them."""
-    if GRIDS not in batch:
-        return None
-    columns = (token_column(batch, name).rows() for name in (PIXELS, GRIDS))
-    return [_row_images(patches, grids) if len(grids) else None for patches, grids in zip(*columns, strict=True)]
-
-
-def _row_images(patches: Tensor, grids: Tensor) -> RowImages:
-    parts = zip(patches.split(grids.prod(-1).tolist()), grids.tolist(), strict=True)
-    names = [hashlib.blake2b(part.numpy().tobytes() + repr(grid).encode()).hexdigest() for part, grid in parts]
-    return RowImages(patches, grids, names)
 
 
 def _seeds(sampling: Sampling, row_ids: Sequence[int] | None) -> list[int] | None:

@@ -14,6 +14,7 @@ from hybridflow.engines.contract import PARAMETERS
 from hybridflow.engines.weight_average import WeightAverage
 from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.settings import is_number, require

@@ -12,6 +12,7 @@ from hybridflow.algorithms.masked import or_sampled
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.engines.router_replay import ROUTING
 from hybridflow.errors import ConfigError, nearest
+from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings
 from hybridflow.settings import require
 

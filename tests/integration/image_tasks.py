@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.algorithms.masked import token_column
 from hybridflow.config import VLLM, Sampling
-from hybridflow.engines.contract import RowImages
+from hybridflow.engines.row_images import RowImages
 from hybridflow.errors import PromptError
 from hybridflow.models.images import GRIDS, PIXELS
 from tests.contracts.rank_processes import World

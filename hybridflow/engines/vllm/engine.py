@@ -19,8 +19,9 @@ from hybridflow.config import KV, VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
-from hybridflow.engines.contract import Row, RowImages, RowSource
+from hybridflow.engines.contract import Row, RowSource
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.row_images import RowImages, check_prompt
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.cache_image import CacheImage, CachePricing
 from hybridflow.engines.vllm.core import collect, memory, model_runner, start_core, stop_core, zero_pages
@@ -340,14 +341,7 @@ class VLLMEngine:
                     f"max_length={self.max_length} (the model's context is {self.spec.context}). Shorten or filter "
                     "the prompts, or raise VLLM(max_length=...)."
                 )
-            tokens, images = self.spec.images, row.images
-            given = int(tokens.counts(images.grids).sum()) if tokens and images else 0
-            if (images and not tokens) or (tokens and prompt.count(tokens.token) != given):
-                raise PromptError(
-                    f"prompt {name} has {prompt.count(tokens.token) if tokens else 'no'} tokens of images, its images "
-                    f"have {given if tokens else 'some'}. Give PromptLoader(processor=) the processor of this model, "
-                    f"or use a model that reads images."
-                )
+            check_prompt(name, prompt, row.images, self.spec)
             if min(prompt) < 0 or max(prompt) >= self.spec.vocab:
                 raise PromptError(
                     f"prompt {name} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "

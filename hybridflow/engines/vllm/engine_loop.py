@@ -179,8 +179,8 @@ class EngineLoop:
         return sorted(found - {manager.block_pool.null_block.block_id})
 
     def rest(self, gone: Iterable[str]) -> None:
-        """Free the KV cache, of these rows too; the other admitted rows keep theirs, which no row will share. What images
-        have been encoded to goes with the last row."""
+        """Free the KV cache, of these rows too; the other admitted rows keep theirs, which no row will share. Encoded
+        images go with the last row."""
         self._release(list(gone))
         self._held.release()
         self._changes += 1

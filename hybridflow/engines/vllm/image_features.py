@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.engines.contract import RowImages
+from hybridflow.engines.row_images import RowImages
 from hybridflow.engines.vllm.isolation import replaced
 from hybridflow.models.images import GRIDS, PIXELS, ImageTokens
 
@@ -54,7 +54,7 @@ def longest_image(model_class: Any) -> Iterator[None]:
         yield
 
 
-class _Nothing(ModuleType):
+class _AnyNames(ModuleType):
     """A module of which any name can be imported."""
 
     def __getattr__(self, name: str) -> Any:
@@ -74,7 +74,7 @@ def torchvision_names() -> Iterator[None]:
         return
     names = [f"torchvision{rest}" for rest in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
     for name in names:
-        sys.modules[name] = _Nothing(name)
+        sys.modules[name] = _AnyNames(name)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ Shapes: B requests, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np

@@ -1,0 +1,74 @@
+"""RowImages: the images of a prompt that generation reads, and their fit with its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridflow.algorithms.masked import token_column
+from hybridflow.batch.batch import Batch
+from hybridflow.errors import PromptError, of_row
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.images import GRIDS, PIXELS, VISION_FAMILIES
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a prompt: `patches` [n, P] float32, `grids` [k, 3] int64, and a name of each, equal for equal
+    images."""
+
+    patches: Tensor
+    grids: Tensor
+    names: Sequence[str]
+
+    @classmethod
+    def of(cls, batch: Batch) -> list[RowImages | None] | None:
+        """By row; None without a column of images. Errors: BatchError for a row whose grids do not fit its patches."""
+        if GRIDS not in batch and PIXELS not in batch:
+            return None
+        columns = (token_column(batch, name).rows() for name in (PIXELS, GRIDS))
+        found = list[RowImages | None]()
+        for row, (patches, grids) in enumerate(zip(*columns, strict=True)):
+            each = grids.prod(-1).tolist() if len(grids) else []
+            if sum(each) != len(patches):
+                raise of_row(row, f"has {len(patches)} patches in {PIXELS}, and {GRIDS} of {sum(each)}.")
+            parts = zip(patches.split(each), grids.tolist(), strict=True) if each else ()
+            names = [hashlib.blake2b(part.numpy().tobytes() + repr(grid).encode()).hexdigest() for part, grid in parts]
+            found.append(cls(patches, grids, names) if each else None)
+        return found
+
+
+def check_columns(rows: int, spec: Decoder, acts: bool) -> None:
+    """Of prompts with images. Errors: PromptError where the model of `spec` reads none, or the call `acts`."""
+    if not spec.images:
+        raise PromptError(
+            f"{rows} prompts have images ({PIXELS}), and the model, a {spec.family}, reads text only. Use a model that "
+            f"reads images ({', '.join(VISION_FAMILIES)}), or drop the columns {PIXELS} and {GRIDS}."
+        )
+    if acts:
+        raise PromptError(
+            f"{rows} prompts have images ({PIXELS}), which environments, tools and streams of rows do not take yet. "
+            f"Use generate_sequences without them."
+        )
+
+
+def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spec: Decoder) -> None:
+    """Errors: PromptError for a prompt whose tokens of images are not those of its images."""
+    if (tokens := spec.images) is None:
+        if images is not None:
+            raise PromptError(f"prompt {name} has images, and {spec.family} models read text only.")
+        return
+    if images is not None and images.patches.shape[1:] != (tokens.patch,):
+        raise PromptError(
+            f"prompt {name} has patches of {list(images.patches.shape[1:])} numbers, the model reads {tokens.patch}. "
+            f"Give PromptLoader(processor=) the processor of this model."
+        )
+    seen, given = prompt.count(tokens.token), 0 if images is None else int(tokens.counts(images.grids).sum())
+    if seen != given:
+        raise PromptError(
+            f"prompt {name} has {seen} tokens of images, its images have {given}. Give PromptLoader(processor=) the "
+            f"processor of this model."
+        )
