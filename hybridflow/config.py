@@ -145,6 +145,13 @@ def is_strategy(value: object) -> bool:
     return isinstance(value, TrainStrategy) and not isinstance(value, type) and callable(value.grid)
 
 
+def _are_patterns(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, str) and one for one in value)
+
+
+Patterns = Annotated[tuple[str, ...], Check('parts of the names of parameters, ("visual",)', _are_patterns)]
+
+
 def _check_lora(strategy: Megatron | FSDP) -> None:
     name, lora = type(strategy).__name__, strategy.lora
     require(lora is None or isinstance(lora, LoRA), f"{name}(lora={lora!r}): give hf.LoRA(...) or None.")
@@ -207,6 +214,8 @@ class FSDP:
     every micro-batch instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
 
     With `lora` only adapters (and a value head) are trained and stored in float32; the frozen model is in `dtype`.
+    `freeze` are patterns as in an optimizer's `groups`: parameters whose Hugging Face name contains one are not
+    trained, and have neither gradients nor optimizer state. `freeze=("visual",)` leaves the image encoder as it is.
     """
 
     _instead: ClassVar[Mapping[str, str]] = {
@@ -226,11 +235,16 @@ class FSDP:
     reduce_often: bool = False
     offload: bool = False
     lora: LoRA | None = None
+    freeze: Patterns = ()
 
     def __post_init__(self) -> None:
         if self.dp is not None:
             self._check_replicate(self.dp)
         _check_lora(self)
+        require(
+            self.lora is None or not self.freeze,
+            f"FSDP(freeze={self.freeze}, lora=...): with adapters all weights are frozen already. Leave freeze= out.",
+        )
         require(
             self.lora is None or self.tp == 1,
             f"FSDP(tp={self.tp}, lora=...): adapters are not cut by tensor parallelism. Use tp=1: a frozen model needs "
@@ -290,6 +304,7 @@ class ZeRO:
     packed: bool = True
     recompute: bool = False
     offload: bool = False
+    freeze: Patterns = ()
 
     def grid(self, devices: int) -> RankGrid:
         return RankGrid(d=data_parallel(self, {"cp": self.cp}, self.dp, devices, stage=self.stage) * self.cp)

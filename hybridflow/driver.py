@@ -331,14 +331,19 @@ def move_state(group: WorkerGroup, old: RankGroup, new: RankGroup, method: str) 
     backend = group.session.backend
     asked = [backend.tell(ranks, "training_state") for ranks in (old, new)]
     state, there = (wait()[0] for wait in asked)
-    if state is None:
-        layouts, kinds = tuple(weights_layout(group.session, ranks) for ranks in (old, new)), (WEIGHTS,)
-    else:
-        layouts, kinds = (state.layout, there.layout), state.kinds
-        _check_same_model(*layouts, group.name, f"{group.name} (new layout)")
-        if set(kinds) != set(there.kinds):
-            raise LayoutError(f"{group.name} keeps {sorted(kinds)}; the new layout would keep {sorted(there.kinds)}.")
-    moving = [backend.channels.send(old, new, kind, lambda: layouts, method) for kind in kinds]
+    layouts = tuple(weights_layout(group.session, ranks) for ranks in (old, new))
+    travelling = [(WEIGHTS, layouts)]
+    if state is not None:
+        if len(state.layout.tensors) == len(layouts[0].tensors):  # no weights are frozen
+            travelling.clear()
+        trained = state.layout, there.layout
+        _check_same_model(*trained, group.name, f"{group.name} (new layout)")
+        if set(state.kinds) != set(there.kinds):
+            raise LayoutError(
+                f"{group.name} keeps {sorted(state.kinds)}; the new layout would keep {sorted(there.kinds)}."
+            )
+        travelling += [(kind, trained) for kind in state.kinds]
+    moving = [backend.channels.send(old, new, kind, lambda of=of: of, method) for kind, of in travelling]
     failed, moved = list[HybridFlowError](), 0
     for one in moving:  # all of them: no later call should raise their errors
         try:

@@ -73,9 +73,9 @@ class TokenOutputs:
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")
         if self.context is not None and (wrong := [name for name in outputs if name in ("logits", "ref_logits")]):
             raise ModelError(f"{self.role}: no rank of cp={self.context.size} has the {wrong[0]} of a row. Use cp=1.")
+        self._check_images(batch)
         self.split.check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
         self._check_routing(batch)
-        self._check_images(batch)
         _ = response_mask(batch)
         self._check_lengths(batch)
         if "ref_logits" in outputs and self.teacher is not None:

@@ -23,7 +23,7 @@ from hybridflow.algorithms.losses.loss import LossFunction
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.pinned import settle, to_host
 from hybridflow.batch.ragged import Ragged
-from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.layout import Layout, Region
 from hybridflow.engines.agreement import Operations, Replicas, StepCheck, random_state
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.initial_weights import fill, rounded
@@ -94,7 +94,8 @@ class TrainEngine(TrainStates):
             if self.adapters is not None:
                 self.adapters.start()
             self.weights_loaded()
-            if self.restorable and rounded(spec, checkpoint, compute_dtype(strategy, context.device)):
+            own = compute_dtype(strategy, context.device)
+            if optimizer and self._shards.separate and rounded(spec, checkpoint, own):
                 layout, main = self.exact_weights()
                 fill(spec, checkpoint, layout, context.rank, main)
         except Exception:
@@ -345,9 +346,15 @@ class TrainEngine(TrainStates):
 
     def exact_weights(self) -> tuple[Layout, Mapping[str, Tensor]]:
         """The most exact weights here: the optimizer's main parameters where they are apart, or the parameters."""
-        if self.restorable and self._optimizer_layout is not None:
-            return self._optimizer_layout, self.optimizer_storage()["main"]
-        return self._layout, self.storage()
+        trained, weights = self._optimizer_layout, self._layout
+        if trained is None or not self._shards.separate:
+            return weights, self.storage()
+
+        def regions(rank: int) -> list[Region]:
+            frozen = [region for region in weights.regions(rank) if region.box.tensor not in trained.tensors]
+            return [*trained.regions(rank), *frozen]
+
+        return Layout(weights.tensors, weights.ranks, regions), {**self.storage(), **self.optimizer_storage()["main"]}
 
     def weights_loaded(self) -> None:
         """Copy parameters that a transfer has written to the optimizer's main parameters."""
@@ -358,8 +365,9 @@ class TrainEngine(TrainStates):
 
     @property
     def restorable(self) -> bool:
-        """Whether float32 main parameters exist apart from the parameters."""
-        return self._optimizer is not None and self._shards.separate
+        """Whether float32 main parameters of all weights exist apart from the parameters."""
+        layout = self._optimizer_layout
+        return layout is not None and self._shards.separate and len(layout.tensors) == len(self._layout.tensors)
 
     def restore(self) -> None:
         """Parameters := main parameters, all of them resident again; released when that fails. Collective over the

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hybridflow.config import LoRA
 from hybridflow.engines.attention import register_packed_attention
+from hybridflow.engines.flat_shards import canonical_name
 from hybridflow.engines.lora.adapters import inject
 from hybridflow.engines.micro_batches import Images, Sequences
 from hybridflow.models.families import is_packable
@@ -49,7 +50,7 @@ class TransformersModel(nn.Module):
         self._whole: tuple[Any] = (whole,)  # no child: its children are those of this module
         self._index: Tensor | None = None
         whole.get_output_embeddings().register_forward_pre_hook(lambda _, args: (self._read(args[0]),))
-        self._names = (spec.decoder, spec.layer_list)
+        self._names, self._parts = (spec.decoder, spec.layer_list), spec.parts
         forward = self.decoder.forward if self._value else whole.forward
         self._positions = "position_ids" in inspect.signature(forward).parameters
         for module in self.modules():
@@ -84,6 +85,13 @@ class TransformersModel(nn.Module):
     def tie(self) -> None:
         """Make tied embeddings one parameter again, after something replaced one of them."""
         self.output.weight = self._whole[0].get_input_embeddings().weight  # type: ignore[union-attr]
+
+    def train_all(self, trains: bool, frozen: Collection[str]) -> None:
+        """All parameters get gradients, or none; never those of the canonical tensors `frozen`."""
+        for full, parameter in self.named_parameters():
+            name = canonical_name(full)
+            tensor = self._parts[name].tensors[0] if name in self._parts else name
+            parameter.requires_grad_(trains and tensor not in frozen)
 
     def make_buffers(self, device: torch.device) -> None:
         """Put what is no parameter where the model computes, as its constructors made it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
@@ -168,14 +168,20 @@ def step_groups(tensors: Tensors, stages: Sequence[Sequence[int]] | None = None)
 # Whole parameters on every rank (ZeRO stages 1 and 2)
 
 
-def whole_units(tensors: Tensors, parts: Mapping[str, Part] | None = None) -> list[Unit]:
+def whole_units(
+    tensors: Tensors, parts: Mapping[str, Part] | None = None, frozen: Collection[str] = frozenset()
+) -> list[Unit]:
     """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order: those
-    before the decoder layers, of each layer, and after the layers. A router's bias, float32, is one of its own."""
+    before the decoder layers, of each layer, and after the layers. A router's bias, float32, is one of its own, and so
+    are the `frozen` ones of each."""
     before, layers, behind = ends_and_layers(tensors)
     found = []
     for named in (before, *layers, behind):
-        rest = {name: shape for name, shape in named.items() if not name.endswith(ROUTER_BIAS)}
-        found += [{name: shape} for name, shape in named.items() if name not in rest] + ([rest] if rest else [])
+        kinds: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in named.items():
+            kind = name if name.endswith(ROUTER_BIAS) else "frozen" if name in frozen else ""
+            kinds.setdefault(kind, {})[name] = shape
+        found += kinds.values()
     return [
         Unit(named, {name: part for name, part in (parts or {}).items() if part.tensors[0] in named}) for named in found
     ]
@@ -187,7 +193,12 @@ def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
     return Layout(tensors, ranks, lambda rank: regions, lambda rank: 0)
 
 
-def optimizer_layout(tensors: Tensors, ranks: int, parts: Mapping[str, Part] | None = None) -> Layout:
+def optimizer_layout(
+    tensors: Tensors,
+    ranks: int,
+    parts: Mapping[str, Part] | None = None,
+    frozen: Collection[str] = frozenset(),
+) -> Layout:
     """Layout of one kind of optimizer state; all kinds have the same."""
-    cut = whole_units(tensors, parts)
+    cut = whole_units(tensors, parts, frozen)
     return owned_layout(parameter_layout(tensors, ranks), lambda rank: [(unit, ranks, rank) for unit in cut])

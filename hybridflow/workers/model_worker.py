@@ -43,7 +43,7 @@ from hybridflow.protocols.protocol import Protocol
 from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, ONE_TO_ONE
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.worker import FROZEN, Worker
+from hybridflow.workers.worker import FREEZE, FROZEN, Worker
 
 logger = logging.getLogger(__name__)
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
@@ -168,10 +168,9 @@ def _check(
             check_adapters(lora.start, tensors)
     good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
     require(good, f"{name}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
-    if optimizer is not None and optimizer.groups:
-        trained = spec.tensors() if lora is None else trained_tensors(spec, lora)
-        layout = backend(settings["train"], "layout").weights_layout(settings["train"], spec, grid)
-        check_groups(optimizer, trained, layout)
+    if optimizer is not None:
+        of = backend(train := settings["train"], "layout")
+        check_groups(optimizer, of.state_layout(train, spec, grid).tensors, of.weights_layout(train, spec, grid))
     good = type(offload := settings.get("offload", False)) is bool
     require(good, f"{name}(offload={offload!r}): the {role} waits as a whole, give True or False.")
 
@@ -279,8 +278,9 @@ class ModelWorker(Worker):
         self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}
         self.spec = read_spec(self.checkpoint, self.head)
         self._dtypes = Checkpoint(self.checkpoint).dtypes(self.spec.tensors())
-        frozen = self.context.rank == 0 and (optim is None or getattr(train, "lora", None) is not None)
-        self._frozen = {FROZEN: Checkpoint(self.checkpoint).fingerprint()} if frozen else {}
+        freeze = {FREEZE: ", ".join(names)} if optim and (names := getattr(train, "freeze", ())) else {}
+        frozen = self.context.rank == 0 and (optim is None or freeze or getattr(train, "lora", None) is not None)
+        self._frozen = {FROZEN: Checkpoint(self.checkpoint).fingerprint(), **freeze} if frozen else freeze
         weights = UNINITIALIZED if self.context.uninitialized else self.checkpoint
         self._skipped = SkippedSteps(self.context, optim)
         self.engine = build_engine(self.context, train, self.spec, weights, optim)

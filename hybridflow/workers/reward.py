@@ -22,6 +22,7 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import PARAMETERS
 from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import RewardError, rows_named
+from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.rewards.functions import Functions
@@ -53,7 +54,7 @@ def _takes_whole_batches(role: str, settings: Settings) -> bool:
 
 def _reads(role: str, settings: Settings, call: Settings) -> tuple[str, ...] | None:
     if settings["function"] is None:
-        ids = TEXT_READS if retokenizes(settings) else ("prompt_ids", "response_ids")
+        ids = TEXT_READS if retokenizes(settings) else ("prompt_ids", "response_ids", *IMAGES)
         return (*ids, *(("row_id?", "trajectory_id?") if settings["level"] == "sample" else ()))
     extra = _functions(role, settings).reads
     if extra is None:

@@ -19,7 +19,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.state_images import ImageHead, Part, StateImage
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
-from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, beside_name, check_content
+from hybridflow.engines.checkpoint.manifest import FREEZE, FileEntry, SavedGroup, beside_name, check_content
 from hybridflow.engines.checkpoint.rank_state import (
     Kinds,
     RankFile,
@@ -334,7 +334,8 @@ class Worker:
     def _check_use(self, saved: SavedGroup) -> None:
         here = self.use()
         for name in here.keys() & saved.use.keys():
-            if here[name] == saved.use[name] or (name == FROZEN and saved.kinds and "lora_alpha" not in here):
+            whole = saved.kinds and not here.keys() & {"lora_alpha", FREEZE}  # the checkpoint has all weights
+            if here[name] == saved.use[name] or (name == FROZEN and whole):
                 continue
             if name == FROZEN:
                 why = f"the frozen weights of {self.context.role} are not those that the checkpoint was made with"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.config import SGD
+from hybridflow.config import SGD, Adam
 from hybridflow.engines.checkpoint.writer import save_checkpoint
 from tests.contracts.engine_tasks import boxes, build, share
 from tests.contracts.example_models import loss_of
@@ -42,6 +42,38 @@ def values(world: World, name: str, strategy: Any, path: Path, kind: str, size: 
     engine.weights_loaded()
     rows = share(make_rows(kind), engine.grid, world.rank)
     found = engine.forward(rows, ("values",))
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def frozen(
+    world: World,
+    name: str,
+    strategy: Any,
+    path: Path,
+    kind: str,
+    target: Path,
+    size: int,
+    groups: Any = (),
+    clip: float = 1.0,
+) -> dict[str, Any]:
+    """Two updates with Adam, and what is saved after them: names of gradients, moments and exact weights here."""
+    engine = build(world, name, strategy, size, path, "lm", Adam(lr=0.01, groups=groups, clip_grad=clip))
+    loss, rows = loss_of("lm"), share(make_rows(kind), engine.grid, world.rank)
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        engine.forward_backward(rows, loss, loss.outputs)
+        found["trained"] = {name for name, grad in engine.gradients().items() if grad.abs().max() > 0}
+        engine.step()
+    layout: Any = engine.optimizer_layout()
+    regions = {region.storage: region.box.tensor for region in layout.regions(world.rank)}
+    moments = engine.optimizer_storage()["exp_avg"]
+    assert moments.keys() == regions.keys()
+    found["moments"] = {regions[name] for name, moment in moments.items() if moment.abs().max() > 0}
+    exact, storage = engine.exact_weights()
+    found["exact"] = {region.box.tensor for region in exact.regions(world.rank)}
+    save_checkpoint(target, exact, storage, like=path, group=engine.context.groups.everyone(), rank=world.rank)
     engine.context.groups.close()
     engine.close()
     return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridflow.config import DType
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.checkpoint.manifest import (
+    FREEZE,
     MANIFEST,
     CheckpointManifest,
     SavedGroup,
@@ -112,6 +113,11 @@ def _group(path: Path, manifest: CheckpointManifest, group: str) -> SavedGroup:
         raise ConfigError(
             f"{path} has no tensors of {group!r} ({saved.worker}), which does not change in training. Groups with "
             f"tensors: {', '.join(having) or 'none'}."
+        )
+    if FREEZE in saved.use:
+        raise ConfigError(
+            f"{path} has only the trained tensors of {group!r}, which has freeze={saved.use[FREEZE]}. Continue the run "
+            f"and call save() of the group."
         )
     return saved
 

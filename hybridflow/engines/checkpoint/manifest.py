@@ -61,6 +61,10 @@ class FileEntry:
     checksum: str
 
 
+FREEZE = "freeze"
+"""Of `SavedGroup.use`: the patterns of weights that are not trained, and not in the checkpoint."""
+
+
 @dataclass(frozen=True)
 class SavedGroup:
     """The state of a worker group: `kinds` of tensors ("main", "exp_avg", ...; "weights" without training) in boxes of

@@ -11,7 +11,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
-from hybridflow.engines.fsdp.layout import as_fsdp, check, state_layout, weights_layout
+from hybridflow.engines.fsdp.layout import as_fsdp, check, frozen_tensors, state_layout, weights_layout
 from hybridflow.engines.fsdp.sharded import Sharded
 from hybridflow.engines.host_memory import available
 from hybridflow.engines.lora.adapters import Adapters, adapted_layers
@@ -78,8 +78,8 @@ def _shards(
     if cut is None:
         assert isinstance(strategy, ZeRO)
         model = TransformersModel(spec, dtype, recompute=strategy.recompute and trains)
-        model.requires_grad_(trains)
-        units, everyone = whole_units(spec.tensors(), spec.parts), context.groups.everyone()
+        model.train_all(trains, frozen := frozen_tensors(strategy, spec))
+        units, everyone = whole_units(spec.tensors(), spec.parts, frozen), context.groups.everyone()
         flat = FlatShards(context, model, units, everyone, stage=strategy.stage, offload=strategy.offload)
         model.make_buffers(context.device)
         flat.lockstep = strategy.cp > 1

@@ -25,7 +25,7 @@ from hybridflow.config import FSDP
 from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.flat_shards import canonical_name
-from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
+from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, frozen_tensors, tensor_parallel_styles, weights_layout
 from hybridflow.engines.fsdp.shared_experts import share_experts
 from hybridflow.engines.layer_waits import local_tensor
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
@@ -59,7 +59,7 @@ class Sharded:
         kept = torch.float32 if trains and lora is None else dtype
         self.model: Any = TransformersModel(spec, kept, recompute=strategy.recompute and trains, lora=lora)
         model, renamed = self.model, adapter_names(spec, lora) if lora else {}
-        model.requires_grad_(trains)
+        model.train_all(trains, frozen_tensors(strategy, spec))
         if lora is not None:
             learned = trained_tensors(spec, lora)
             for full, parameter in model.named_parameters():

@@ -1,0 +1,147 @@
+"""Workers of vision-language models: prompts with images through generation, inference and updates of all roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+import hybridflow as hf
+from hybridflow.errors import PromptError, WorkerError
+from tests.vision_models import KINDS, make_rows, make_vision, outputs
+
+GENERATE = {"kv_cache_gb": 0.02, "max_sequences": 16, "sampling": hf.Sampling(max_tokens=6, seed=5, ignore_eos=True)}
+PLACEMENTS: dict[str, tuple[str, Any, int]] = {
+    "fsdp": ("qwen2_5_vl", hf.FSDP(micro_tokens=60), 1),
+    "fsdp-tp": ("qwen3_vl", hf.FSDP(tp=2, micro_tokens=60), 2),
+    "zero-2": ("qwen3_vl", hf.ZeRO(stage=2, packed=False), 1),
+}
+
+
+@dataclass
+class Observed:
+    model: Path
+    saved: Path
+    drawn: list[hf.Batch]
+    figures: list[dict[str, float]]
+    moved: dict[str, float]
+    greedy: list[list[list[int]]]
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def seen(request, pool, tmp_path_factory) -> Observed:
+    """Two updates on responses to prompts with images, the actor's weights to separate rollouts after each."""
+    kind, train, tp = PLACEMENTS[request.param]
+    root = tmp_path_factory.mktemp(request.param)
+    model = make_vision(root / "model", kind)
+    generate = hf.VLLM(tp=tp, **GENERATE)
+    actor = hf.ActorWorker.on(pool[0:2], model=model, train=train, optim=hf.SGD(lr=0.5), generate=generate)
+    rollout = hf.RolloutWorker.on(pool[2:3], model=model, generate=hf.VLLM(**GENERATE))
+    prompts = hf.BatchRef.from_batch(make_rows(kind, response=False))
+    found = Observed(model, root / "saved", [], [], {}, [])
+    try:
+        for _ in range(2):
+            batch = actor.generate_sequences(prompts, n=2)
+            batch |= actor.compute_log_prob(batch)
+            found.drawn.append(batch.get())
+            noise = torch.randn(60, generator=torch.Generator().manual_seed(7))
+            batch |= hf.Batch({"advantages": found.drawn[-1]["response_ids"].with_values(noise)})
+            found.figures.append(actor.update_actor(batch, minibatches=2).get())
+        found.moved = hf.sync_weights(actor, rollout).get()
+        found.greedy = [
+            group.generate_sequences(prompts, greedy=True).get()["response_ids"].tolist() for group in (actor, rollout)
+        ]
+        actor.save(found.saved)
+    finally:
+        actor.close()
+        rollout.close()
+    return found
+
+
+def test_generation_and_training_agree_and_are_transformers(seen):
+    """vLLM's log-probabilities against training's, before and after an update, and both against transformers'."""
+    for batch in seen.drawn:
+        assert (batch["log_probs"].values - batch["old_log_probs"].values).abs().max() < 1e-3
+    assert seen.drawn[0]["response_ids"].lengths.tolist() == [6] * 10
+    model: Any = AutoModelForImageTextToText.from_pretrained(seen.model, dtype=torch.float32)
+    with torch.no_grad():
+        want = outputs(model, seen.drawn[0])["log_probs"].values
+    assert torch.allclose(seen.drawn[0]["old_log_probs"].values, want, atol=1e-4)
+    assert all(figures["actor/grad_norm"] > 0 for figures in seen.figures)
+    before, after = (batch["old_log_probs"].values for batch in seen.drawn)
+    assert not torch.allclose(before, after, atol=1e-2)
+
+
+def test_weights_arrive_at_rollouts_and_in_files(seen):
+    assert seen.greedy[0] == seen.greedy[1]
+    assert seen.moved["bytes"] > 0
+    saved: Any = AutoModelForImageTextToText.from_pretrained(seen.saved, dtype=torch.float32)
+    prompts = make_rows({"qwen2_5_vl": "qwen2_5_vl"}.get(saved.config.model_type, "qwen3_vl"), response=False)
+    responses = hf.Ragged.from_rows(seen.greedy[0], torch.int64)
+    with torch.no_grad():
+        logits = outputs(saved, prompts.with_columns(response_ids=responses), "logits")["logits"].values
+    logits[:, 2:6] = -torch.inf  # tokens of images
+    assert logits.argmax(-1).equal(responses.values)
+
+
+def test_columns_of_images_follow_their_rows(seen):
+    kind = "qwen2_5_vl" if seen.drawn[0]["pixel_values"].values.shape[1] == 1176 else "qwen3_vl"
+    prompts = make_rows(kind, response=False)
+    twice = torch.arange(5).repeat_interleave(2)
+    for name in ("pixel_values", "image_grid_thw", "prompt_ids"):
+        assert seen.drawn[0][name].equal(prompts[name].index(twice)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_critic_and_reward_model_read_images(pool, tmp_path, kind):
+    model = make_vision(tmp_path / "model", kind)
+    rows = make_rows(kind)
+    batch = hf.BatchRef.from_batch(rows)
+    reference = hf.ReferenceWorker.on(pool[0:2], model=model, train=hf.FSDP(micro_tokens=60))
+    critic = hf.CriticWorker.on(pool[0:2], model=model, train=hf.ZeRO(stage=2, micro_tokens=60), optim=hf.SGD(lr=0.1))
+    try:
+        found = reference.compute_ref_log_prob(batch).get()["ref_log_probs"]
+        values = critic.compute_values(batch)
+        returns = rows["response_ids"].map(lambda ids: torch.ones(len(ids)))
+        updated = critic.update_critic(batch | values | hf.Batch({"returns": returns})).get()
+        changed = critic.compute_values(batch).get()["values"]
+        critic.save(tmp_path / "critic")
+    finally:
+        reference.close()
+        critic.close()
+    there: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(found.values, outputs(there, rows)["log_probs"].values, atol=1e-4)
+    assert updated["critic/grad_norm"] > 0
+    assert (changed.values != 0).all()
+    reward = hf.RewardWorker.on(pool[0:2], model=tmp_path / "critic", train=hf.FSDP(micro_tokens=60))
+    try:
+        scores = reward.compute_reward(batch).get()["rewards"]
+        tokens = hf.CriticWorker.on(pool[0:1], model=tmp_path / "critic", train=hf.FSDP())
+        longer = rows.with_columns(
+            response_ids=hf.Ragged.from_rows([[*row, 7] for row in rows["response_ids"].tolist()], torch.int64)
+        )
+        last = [row[-1].item() for row in tokens.compute_values(hf.BatchRef.from_batch(longer)).get()["values"].rows()]
+        assert torch.allclose(scores, torch.tensor(last), atol=1e-5)
+        with pytest.raises(WorkerError, match=r"row 1.*has 6 tokens of images in its prompt, image_grid_thw of 0"):
+            reward.compute_reward(batch.without("pixel_values", "image_grid_thw")).get()
+    finally:
+        reward.close()
+        tokens.close()
+
+
+def test_a_text_model_refuses_images(pool, policy):
+    rows = hf.BatchRef.from_batch(make_rows("qwen3_vl"))
+    actor = hf.ActorWorker.on(pool[0:1], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1), generate=hf.VLLM())
+    try:
+        with pytest.raises(PromptError, match=r"5 prompts have images \(pixel_values\), and the model, a llama, reads"):
+            actor.generate_sequences(rows)
+        for call in (actor.compute_log_prob, actor.update_actor):
+            with pytest.raises(WorkerError, match="is a llama model, which reads text only, and the batch has images"):
+                call(rows).get()
+    finally:
+        actor.close()
