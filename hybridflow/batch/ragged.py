@@ -7,6 +7,7 @@ plain tensors can. Shapes: B rows, N values in all, `*F` trailing feature dimens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,6 +170,47 @@ class Ragged:
             return str(i), str(len(self.row(i))), markup.numbers(self.row(i))
 
         return markup.first_rows(repr(self), ("row", "length", "values"), len(self), cells)
+
+
+class SharedRows(Ragged):
+    """Rows `index` [B] int64 of `stored`, of which several may be the same one. Rows are views; `values` is a copy."""
+
+    __slots__ = ("_index", "_stored")
+
+    def __init__(self, stored: Ragged, index: Tensor) -> None:
+        self._stored, self._index, self._moved_offsets = stored, index, None
+        self.offsets = torch.cat([stored.offsets[:1], stored.offsets.diff()[index].cumsum(0)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ragged, (self.values, self.offsets)
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self._stored.index(self._index).values
+
+    @property
+    def _own_offsets(self) -> Tensor:
+        return self.offsets.to(self._stored.values.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._stored.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self._stored.nbytes
+
+    def row(self, i: int) -> Tensor:
+        return self._stored.row(int(self._index[i]))
+
+    def rows(self) -> list[Tensor]:
+        return [self.row(i) for i in range(len(self))]
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        return SharedRows(self._stored, self._index[start:stop])
+
+    def index(self, rows: Tensor | Sequence[int]) -> Ragged:
+        return SharedRows(self._stored, self._index[torch.as_tensor(rows, dtype=torch.int64)])
 
 
 def spans(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, decode, decode_rows, encode, join, take
-from hybridflow.batch.ragged import Ragged
+from hybridflow.batch.ragged import Ragged, SharedRows
 from hybridflow.batch.row_split import Assignment
 from hybridflow.cluster.future import Failure, Lost, fetch, lost_output
 from hybridflow.cluster.row_refs import (
@@ -193,8 +193,16 @@ class Reader:
 
 
 def _gathered(ref: ColumnRef, found: Located | Stretches, stored: Mapping[tuple[int, str], Any]) -> Column:
-    """The wanted rows of one column: a view where they lie side by side, else a copy."""
+    """The wanted rows of one column: a view where they lie side by side, else a copy. Ragged rows of vectors that are
+    wanted several times (images of a group) are in memory once."""
     columns = [stored[id(output), ref.stored] for output in found.outputs]
+    if isinstance(found, Located) and columns[0][0] == "ragged" and columns[0][2].ndim > 1:
+        places = found.which * (1 + found.row.max(initial=0)) + found.row
+        once, index = np.unique(places, return_index=True, return_inverse=True)[1:]
+        if len(once) < len(index):
+            fields = (found.which, found.row, found.repeats, found.copy)
+            distinct = _gathered(ref, Located(found.outputs, *(field[once] for field in fields)), stored)
+            return SharedRows(distinct, torch.from_numpy(index))  # type: ignore[arg-type]
     if isinstance(found, Stretches) or len(found.runs) <= max(8, len(columns)):
         out = decode_rows(ref.stored, columns, found.runs)
     else:

@@ -66,6 +66,11 @@ def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spe
             f"prompt {name} has patches of {list(images.patches.shape[1:])} numbers, the model reads {tokens.patch}. "
             f"Give PromptLoader(processor=) the processor of this model."
         )
+    if images is not None and not bool((fitting := tokens.fits(images.grids)).all()):
+        raise PromptError(
+            f"prompt {name} has images of {images.grids[~fitting].tolist()} patches: height and width must be "
+            f"multiples of {tokens.merge}. Give PromptLoader(processor=) the processor of this model."
+        )
     seen, given = prompt.count(tokens.token), 0 if images is None else int(tokens.counts(images.grids).sum())
     if seen != given:
         raise PromptError(

@@ -125,21 +125,24 @@ class TokenOutputs:
                 )
             return
         seen = prompts.with_values((prompts.values == tokens.token).long()).row_sum()
-        given = [torch.zeros_like(seen), torch.zeros_like(seen)]
+        patches = counted = odd = torch.zeros_like(seen)
         if len(found) == 2:
             pixels, grids = found
-            if pixels.values.shape[1:] != (tokens.patch,) or grids.values.shape[1:] != (3,):
+            if any(row.shape[1:] != (tokens.patch,) for row in pixels.rows()) or grids.values.shape[1:] != (3,):
                 raise BatchError(
                     f"{self.role} reads {PIXELS} of {tokens.patch} numbers per patch and {GRIDS} of 3, and found "
-                    f"{list(pixels.values.shape[1:])} and {list(grids.values.shape[1:])}. Give "
-                    f"PromptLoader(processor=) the processor of this model."
+                    f"{sorted({*(tuple(row.shape[1:]) for row in pixels.rows())})} and {list(grids.values.shape[1:])}. "
+                    f"Give PromptLoader(processor=) the processor of this model."
                 )
-            given = [grids.with_values(tokens.counts(grids.values)).row_sum(), pixels.lengths // tokens.merge**2]
-        for row in ((seen != given[0]) | (seen != given[1])).nonzero()[:, 0].tolist():
+            patches, counted = pixels.lengths, grids.with_values(grids.values.prod(-1)).row_sum()
+            odd = grids.with_values((~tokens.fits(grids.values)).long()).row_sum()
+        wrong = ((seen * tokens.merge**2 != counted) | (patches != counted) | (odd > 0)).nonzero()[:, 0].tolist()
+        for row in wrong:
             raise of_row(
                 row,
-                f"has {int(seen[row])} tokens of images in its prompt, {GRIDS} of {int(given[0][row])} and {PIXELS} of "
-                f"{int(given[1][row])}. Give PromptLoader(processor=), which makes all three.",
+                f"has {int(seen[row])} tokens of images in its prompt, {GRIDS} of {int(counted[row])} patches and "
+                f"{PIXELS} of {int(patches[row])}, of which {tokens.merge}x{tokens.merge} are a token ({len(wrong)} of "
+                f"{len(batch)} rows do not fit). Give PromptLoader(processor=), which makes all three.",
             )
         responses = token_column(batch, "response_ids")
         if len(wrong := torch.isin(responses.values, torch.tensor(tokens.special[:2])).nonzero()):
@@ -191,6 +194,7 @@ class TokenOutputs:
     def with_columns(micro: MicroBatch, batch: Batch, loss: Callable[..., Any]) -> MicroBatch:
         """A micro-batch of `micro_batches(batch, loss=loss)` with what `loss` reads: a trajectory is one row where it
         has terms of them."""
+        batch = batch.select(name for name in batch.columns if name not in (PIXELS, GRIDS))  # the model has read them
         rows = with_bool_mask(batch if micro.rows.equal(torch.arange(batch.rows)) else batch.reorder(micro.rows))
         if (whole := trajectories_of(loss, rows)) is not None:
             assert whole.order.equal(torch.arange(len(rows))), "rows of a trajectory follow each other"

@@ -46,6 +46,10 @@ class ImageTokens:
         patch = channels * seen["temporal_patch_size"] * seen["patch_size"] ** 2
         return cls(special[0], special, seen["spatial_merge_size"], patch)
 
+    def fits(self, grids: Tensor) -> Tensor:
+        """[k] bool: whether images `grids` [k, 3] have patches, and these make whole tokens."""
+        return (grids > 0).all(-1) & (grids[:, 1:] % self.merge == 0).all(-1)
+
     def counts(self, grids: Tensor) -> Tensor:
         """[k] int64: the tokens of images `grids` [k, 3]."""
         return grids.prod(-1) // self.merge**2

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import hybridflow as hf
-from hybridflow.errors import PromptError, WorkerError
+from hybridflow.errors import CheckpointError, ConfigError, PromptError, WorkerError
 from tests.vision_models import KINDS, make_rows, make_vision, outputs
 
 GENERATE = {"kv_cache_gb": 0.02, "max_sequences": 16, "sampling": hf.Sampling(max_tokens=6, seed=5, ignore_eos=True)}
@@ -145,3 +146,79 @@ def test_a_text_model_refuses_images(pool, policy):
                 call(rows).get()
     finally:
         actor.close()
+
+
+FROZEN = ("visual",)
+ADAM = hf.Adam(lr=0.02, eps=1e-3)
+RESUMED = {
+    "fsdp": hf.FSDP(micro_tokens=60),
+    "fsdp-frozen": hf.FSDP(tp=2, micro_tokens=60, freeze=FROZEN),
+    "zero2-frozen": hf.ZeRO(stage=2, micro_tokens=60, freeze=FROZEN),
+}
+
+
+@pytest.mark.parametrize("train", RESUMED)
+def test_training_continues_bitwise_from_a_checkpoint(pool, place, no_parts, tmp_path, train):
+    """Two updates, and one each before and after a checkpoint: equal weights; and nearly equal ones after a move to
+    another layout, frozen weights too."""
+    strategy, kind = RESUMED[train], "qwen3_vl"
+    model = make_vision(tmp_path / "model", kind)
+    placed = {"model": model, "train": strategy, "optim": ADAM}
+    rows = [hf.BatchRef.from_batch(make_rows(kind, seed=seed)) for seed in (0, 1)]
+
+    def weights(actor: hf.WorkerGroup, name: str) -> dict[str, torch.Tensor]:
+        found = load_file(Path(actor.save(tmp_path / name)) / "model.safetensors")
+        actor.close()
+        return found
+
+    first = place(hf.ActorWorker, pool[0:2], name="actor", **placed)
+    first.update_actor(rows[0]).get()
+    saved = hf.save(tmp_path / "checkpoint", parts=[first])
+    first.update_actor(rows[1]).get()
+    want = weights(first, "whole")
+    second = place(hf.ActorWorker, pool[0:2], name="actor", **placed)
+    hf.load(saved, parts=[second])
+    second.update_actor(rows[1]).get()
+    found = weights(second, "resumed")
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    before = load_file(model / "model.safetensors")
+    frozen = {name for name in before if "visual" in name and strategy.freeze}
+    assert {name for name in want if torch.equal(before[name], want[name])} == frozen
+    moved = place(hf.ActorWorker, pool[0:2], name="actor", **placed)
+    moved.update_actor(rows[0]).get()
+    hf.reallocate(moved, pool=pool[1:4], strategy=hf.FSDP(micro_tokens=60, freeze=strategy.freeze))
+    moved.update_actor(rows[1]).get()
+    found = weights(moved, "moved")
+    assert max(float((found[name] - want[name]).abs().max()) for name in want) < 1e-4
+    if strategy.freeze:
+        with pytest.raises(ConfigError, match=r"only the trained tensors of 'actor', which has freeze=visual"):
+            hf.export(saved, tmp_path / "exported")
+        other = place(hf.ActorWorker, pool[0:2], name="actor", **{**placed, "model": tmp_path / "whole"})
+        with pytest.raises(CheckpointError, match="the frozen weights of actor are not those that"):
+            hf.load(saved, parts=[other])
+
+
+def test_adapters_are_of_the_language_part(pool, place, tmp_path):
+    kind, lora = "qwen2_5_vl", hf.LoRA(rank=4, alpha=8)
+    model = make_vision(tmp_path / "model", kind)
+    actor = place(
+        hf.ActorWorker,
+        pool[0:2],
+        model=model,
+        train=hf.FSDP(micro_tokens=60, lora=lora),
+        optim=hf.SGD(lr=0.5),
+        generate=hf.VLLM(**GENERATE),
+    )
+    rows = make_rows(kind)
+    for _ in range(2):
+        drawn = actor.generate_sequences(hf.BatchRef.from_batch(make_rows(kind, response=False)))
+        batch = (drawn | actor.compute_log_prob(drawn)).get()
+        assert (batch["log_probs"].values - batch["old_log_probs"].values).abs().max() < 1e-3
+        assert actor.update_actor(hf.BatchRef.from_batch(rows)).get()["actor/grad_norm"] > 0
+    adapters = load_file(Path(actor.save(tmp_path / "adapters")) / "adapter_model.safetensors")
+    assert adapters
+    assert not any("visual" in name for name in adapters)
+    merged = load_file(Path(actor.save(tmp_path / "merged", merged=True)) / "model.safetensors")
+    before = load_file(model / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
+    assert changed == {name for name in before if "proj.weight" in name and "visual" not in name}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.batch.ragged import Ragged, spans
+from hybridflow.batch.ragged import Ragged, SharedRows, spans
 from hybridflow.errors import BatchError
 
 lists = st.lists(st.lists(st.integers(-1000, 1000), max_size=6), max_size=12)
@@ -63,6 +63,27 @@ def test_feature_dimensions():
     assert ragged.index([2, 0]).row(1).tolist() == [[0.0, 1.0]]
     assert ragged.row_sum().tolist() == [[0, 1], [0, 0], [30, 35]]
     assert ragged.pad().shape == (3, 5, 2)
+
+
+def test_shared_rows_are_rows_of_one_memory():
+    stored = Ragged.from_lengths(torch.arange(12.0).view(6, 2), [1, 0, 5])
+    picked = [2, 2, 0, 1, 2]
+    shared, plain = SharedRows(stored, torch.tensor(picked)), stored.index(picked)
+    for one, other in (
+        (shared, plain),
+        (shared.slice(1, 4), plain.slice(1, 4)),
+        (shared.index([4, 0, 3]), plain.index([4, 0, 3])),
+        (Ragged.concat([shared, stored]), Ragged.concat([plain, stored])),
+        (pickle.loads(pickle.dumps(shared)), plain),
+        (shared.clone(), plain),
+        (shared.map(lambda values: values * 2), plain.map(lambda values: values * 2)),
+    ):
+        assert one.equal(other)
+        assert torch.equal(one.lengths, other.lengths)
+        assert all(map(torch.equal, one.rows(), other.rows()))
+        assert one.row_sum().equal(other.row_sum())
+    assert shared.row(-1).data_ptr() == shared.slice(0, 2).row(1).data_ptr() == stored.row(2).data_ptr()
+    assert (shared.dtype, shared.nbytes, len(shared)) == (stored.dtype, stored.nbytes, 5)
 
 
 def test_slices_are_views_and_negative_rows_count_from_the_end():

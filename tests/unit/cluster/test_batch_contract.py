@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis.strategies import booleans, data, integers, just, lists, one_of, slices
 
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import BatchError, MissingColumnError
 from tests.example_batches import make
@@ -195,3 +196,21 @@ def test_a_column_selects_rows():
     reference = BatchRef.from_batch(batch)
     assert reference[reference["kept"]].get().equal(batch[batch["kept"]])
     assert len(reference[[]].get()) == 0
+
+
+def test_vectors_of_repeated_rows_are_in_memory_once():
+    """Of a group's images; whatever else happened to the rows."""
+    patches = Ragged.from_lengths(torch.randn(12, 4), [2, 0, 7, 3])
+    ref = BatchRef.from_batch(Batch({"pixel_values": patches, "num_tokens": torch.tensor([9, 2, 4, 5])})).repeat(3)
+    parts = ref.split(2, balance="num_tokens", chunks=2)
+    for one, index in ((ref, torch.arange(4).repeat_interleave(3)), (BatchRef.concat(parts), None)):
+        found: Any = one.get().peek("pixel_values")
+        assert found.equal(patches.index(torch.arange(4).repeat_interleave(3) if index is None else index))
+    for part in [*parts, *(part[1:4] for part in parts)]:
+        got, group = part.get(), [number // 3 for number in part.get()["row_id"].tolist()]
+        rows = got.peek("pixel_values").rows()
+        assert all(map(torch.equal, rows, patches.index(group).rows()))
+        places = {
+            number: {row.data_ptr() for row, of in zip(rows, group, strict=True) if of == number} for number in group
+        }
+        assert {number: len(places[number]) for number in places} == dict.fromkeys(places, 1)
