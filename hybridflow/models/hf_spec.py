@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher, get_close_matches
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -81,10 +81,18 @@ class TransformersSpec:
         """Canonical names and shapes of the whole checkpoint, in model order."""
         return dict(self.shapes)
 
+    def parameter(self, tensor: str) -> str:
+        """The parameter of transformers' model that the canonical `tensor` is, or is a part of."""
+        return self._parameters.get(tensor, tensor)
+
+    @cached_property
+    def _parameters(self) -> dict[str, str]:
+        return {tensor: name for name, part in self.parts.items() for tensor in part.tensors}
+
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Canonical names and shapes of one decoder layer; with two dimensions those of linear layers only."""
         at = f"{self.layer_list}.{layer}."
-        own = {name: shape for name, shape in self.shapes.items() if name.startswith(at)}
+        own = {name: shape for name, shape in self.shapes.items() if self.parameter(name).startswith(at)}
         return {name: shape for name, shape in own.items() if len(shape) == 1 or name in self.linear}
 
     @property

@@ -103,6 +103,10 @@ def test_rows_whose_images_do_not_fit_are_refused(tmp_path):
     other = make_rows("qwen2_5_vl")
     with pytest.raises(BatchError, match="reads pixel_values of 1536 numbers per patch"):
         _checked(other, spec)
+    grids = token_column(rows, "image_grid_thw")
+    odd = grids.with_values(torch.where(grids.values == torch.tensor([1, 4, 6]), torch.tensor([1, 3, 8]), grids.values))
+    with pytest.raises(BatchError, match=r"row 1 .*image_grid_thw of 24 patches and .*\(3 of 5 rows do"):
+        _checked(rows.with_columns(image_grid_thw=odd), spec)
     responses = token_column(rows, "response_ids")
     drawn = responses.values.clone()
     drawn[5] = IMAGE

@@ -222,3 +222,43 @@ def test_adapters_are_of_the_language_part(pool, place, tmp_path):
     before = load_file(model / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], merged[name])}
     assert changed == {name for name in before if "proj.weight" in name and "visual" not in name}
+
+
+def _changed(rows: hf.Batch, name: str, row: int, value: torch.Tensor) -> hf.BatchRef:
+    parts = rows[name].rows()
+    parts[row] = value
+    values, lengths = torch.cat(parts), [len(part) for part in parts]
+    return hf.BatchRef.from_batch(rows.with_columns(**{name: hf.Ragged.from_lengths(values, lengths)}))
+
+
+def test_prompts_that_do_not_fit_their_images_are_refused(pool, place, tmp_path):
+    """On the hosts, before a token is computed; and another number of responses for each prompt works."""
+    kind = "qwen3_vl"
+    model, rows = make_vision(tmp_path / "model", kind), make_rows(kind, response=False)
+    rollout = place(hf.RolloutWorker, pool[0:1], model=model, generate=hf.VLLM(**GENERATE))
+    several = rollout.generate_sequences(hf.BatchRef.from_batch(rows), n=[1, 2, 1, 3, 1]).get()
+    own = torch.tensor([0, 1, 1, 2, 3, 3, 3, 4])
+    assert several["pixel_values"].equal(rows["pixel_values"].index(own))
+    assert several["response_ids"].lengths.tolist() == [6] * 8
+    grids, ids, pixels = (rows[name] for name in ("image_grid_thw", "prompt_ids", "pixel_values"))
+    long = torch.cat([torch.tensor([7, 2]), torch.full((600,), 4), torch.tensor([3])])
+    many = rows.with_columns(
+        image_grid_thw=hf.Ragged.from_lengths(
+            torch.cat([grids.row(0), torch.tensor([[1, 40, 60]]), *map(grids.row, (2, 3, 4))]), grids.lengths
+        ),
+        pixel_values=hf.Ragged.from_rows([pixels.row(0), torch.randn(2400, 1536), *map(pixels.row, (2, 3, 4))]),
+    )
+    for batch, message in (
+        (_changed(many, "prompt_ids", 1, long), "prompt 1 has 603 tokens and leaves no room for 6 response tokens"),
+        (_changed(rows, "prompt_ids", 1, ids.row(1)[ids.row(1) != 4]), "prompt 1 has 0 tokens of images, its images"),
+        (_changed(rows, "pixel_values", 2, pixels.row(2)[:-4]), "row 2 has 52 patches in pixel_values, and image_grid"),
+        (_changed(rows, "image_grid_thw", 3, torch.tensor([[1, 3, 8]])), r"images of \[\[1, 3, 8\]\] patches: height"),
+        (
+            hf.BatchRef.from_batch(make_rows("qwen2_5_vl", response=False)),
+            r"patches of \[1176\] numbers, the model reads",
+        ),
+    ):
+        with pytest.raises(WorkerError, match=message):
+            rollout.generate_sequences(batch).get()
+    with pytest.raises(PromptError, match=r"5 prompts have images .*, which environments, tools and streams of rows"):
+        rollout.generate_sequences(hf.BatchRef.from_batch(rows), tools=[_changed])

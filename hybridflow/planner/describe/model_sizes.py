@@ -143,8 +143,9 @@ def _read(model: TransformersSpec) -> Sizes:
     stacked = {name for part in whole for name in part.tensors}
     count, elements, routed = Counter[str](), [0] * model.layers, [0] * model.layers
     for name, shape in model.shapes.items():
-        if (at := of_layer.match(name)) is None:
-            count["output" if not name.startswith(f"{model.decoder}.") else "outside"] += prod(shape)
+        of = model.parameter(name)
+        if (at := of_layer.match(of)) is None:
+            count["output" if not of.startswith(f"{model.decoder}.") else "outside"] += prod(shape)
             continue
         number, size = int(at[1]), prod(shape)
         elements[number] += size
@@ -172,7 +173,7 @@ def _read(model: TransformersSpec) -> Sizes:
         head_dim=head_dim,
         vocab=model.vocab if model.head == "lm" else 1,
         layer=sum(elements) / layers,
-        tensors=-(-sum(map(bool, map(of_layer.match, model.shapes))) // layers),
+        tensors=-(-sum(map(bool, map(of_layer.match, map(model.parameter, model.shapes)))) // layers),
         embedding=count["outside"] - hidden,
         output=model.vocab * hidden if model.tied and model.head == "lm" else count["output"],
         total=total,
