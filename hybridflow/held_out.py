@@ -24,7 +24,7 @@ from hybridflow.data.prompts import PromptSource
 from hybridflow.settings import by_name, require
 from hybridflow.tracking.tracker import Tracker
 
-_SHOWN = 8
+_SHOWN, _READ_AT_ONCE = 8, 64
 
 
 class HeldOut:
@@ -59,7 +59,9 @@ class HeldOut:
         if not isinstance(prompts, Batch):
             given: dict[str, Any] = {"batch_size": 1} | (options or {})
             found = prompts if isinstance(prompts, PromptSource) else PromptSource(prompts, **given)
-            prompts = found.prompts.whole().without("row_id")  # the call numbers them
+            # images go to the store part by part; the call numbers other prompts
+            parts = map(BatchRef.from_batch, found.prompts.in_parts(_READ_AT_ONCE))
+            prompts = BatchRef.concat([*parts]) if found.prompts.processor else found.prompts.whole().without("row_id")
         self.by = by
         require(by is None or by in prompts, f"HeldOut(by={by!r}): the prompts have the columns {prompts.columns}.")
         self.prompts = prompts

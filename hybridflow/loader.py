@@ -52,6 +52,12 @@ class PromptLoader(PromptSource):
     A prompt that leaves no room for a response in any group that generates is refused when the loop begins
     (`check_context=False` does not look).
 
+    With `processor`, a model that reads images (a directory or hub name, or transformers' processor), messages may have
+    parts {"type": "image"}, one for each of the row's images: the column `images`, a list or a single one of paths
+    (relative ones begin at the prompts' file), bytes of files, and images of PIL or `datasets`, of at most
+    `max_image_pixels`. Batches then have `pixel_values` (ragged float32) and `image_grid_thw` (ragged int64) too, and
+    as `images` the bytes of files, which reward functions get as images of PIL.
+
     The order follows from `seed`; `state()` and `load_state` continue a run exactly, even in the middle of an epoch or
     with another number of `workers`. A state records the prompts in order and the column names; values of further
     columns may change between runs. With `allow_changed=True` a run continues with other data: in their own order, from
@@ -86,6 +92,8 @@ class PromptLoader(PromptSource):
         every = [one.settings for group in groups for one in group.all_ranks]
         able = [one for one in every if isinstance(one.get("generate"), VLLM) and has_tokenizer(one["model"])]
         limits = [prompt_limit(read_spec(one["model"], "lm"), one["generate"]) for one in able]
+        for one in able:
+            self.prompts.check_images(read_spec(one["model"], "lm").images, str(one["model"]))
         if limits:
             most, model = max((limit, str(one["model"])) for limit, one in zip(limits, able, strict=True))
             self.prompts.check_fit(most, partial(load_tokenizer, model), model)

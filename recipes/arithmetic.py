@@ -9,19 +9,17 @@ greedy answers are therefore mostly wrong, and reinforcement learning has to cor
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes.made_files import made
 from recipes.small_model import SmallModel
 
 _VERSION = 2  # part of the cache key: increase it when the written files change
@@ -71,24 +69,11 @@ def exact_match(completions: list[str], answer: list[str]) -> list[float]:
 def make(directory: str | os.PathLike[str], task: Arithmetic | None = None) -> ArithmeticFiles:
     """The files of `task` under `directory`: the first call writes them (about 15 s), later calls reuse them."""
     task = task or Arithmetic()
-    settings = json.dumps([_VERSION, dataclasses.asdict(task)], sort_keys=True)
-    home = Path(directory) / f"arithmetic-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
-    if not home.exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        # write to a temporary directory and rename it: an interrupted run leaves no incomplete directory
-        aside = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}-"))
-        try:
-            _write(aside, task)
-            os.rename(aside, home)
-        except OSError:
-            if not home.exists():  # otherwise another process wrote the same files first
-                raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    home = made(directory, "arithmetic", [_VERSION, dataclasses.asdict(task)], partial(_write, task))
     return ArithmeticFiles(home / "model", home / "train.jsonl", home / "held_out.jsonl")
 
 
-def _write(home: Path, task: Arithmetic) -> None:
+def _write(task: Arithmetic, home: Path) -> None:
     train, held_out = task.problems()
     for name, pairs in (("train", train), ("held_out", held_out)):
         lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in pairs]

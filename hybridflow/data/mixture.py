@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import torch
+
 from hybridflow.batch.batch import Batch
-from hybridflow.data.prompts import Prompts, PromptSource
+from hybridflow.batch.ragged import Ragged
+from hybridflow.data.image_processor import EncodedImage, Patches
+from hybridflow.data.prompts import PromptRows, Prompts, PromptSource
 from hybridflow.data.records import Record
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, State
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, PromptError, nearest
+from hybridflow.models.images import ImageTokens
 from hybridflow.settings import by_name, is_number, require
 
 Weights = Mapping[str, float]
@@ -54,6 +59,7 @@ class MixedPrompts:
 
     def __init__(self, parts: Mapping[str, Prompts], defaults: Record) -> None:
         self.parts, self.defaults = dict(parts), dict(defaults)
+        self.processor = next((part.processor for part in parts.values() if part.processor is not None), None)
         self.filtered = sum(part.filtered for part in parts.values())
         found = {name: set(part.columns) for name, part in parts.items()}
         every = set().union(*found.values())
@@ -84,25 +90,43 @@ class MixedPrompts:
         for part in self.parts.values():
             part.check_fit(tokens, tokenizer, where)
 
-    def read(self, draws: Sequence[MixedDraw]) -> tuple[list[Record], list[list[int]] | None]:
-        """Records and, with tokenizers, their token ids, in the order of `draws`. Errors: as `Prompts.read`."""
-        records, ids = dict[int, Record](), dict[int, list[int]]()
+    def check_images(self, tokens: ImageTokens | None, model: str) -> None:
+        """As `Prompts.check_images`."""
+        for part in self.parts.values():
+            part.check_images(tokens, model)
+
+    def read(self, draws: Sequence[MixedDraw]) -> PromptRows:
+        """The rows in the order of `draws`. Errors: as `Prompts.read`."""
+        records, ids, order = dict[int, Record](), dict[int, list[int]](), list[int]()
+        patches = list[Patches]()
         for name, part in self.parts.items():
             at = [i for i, (source, _) in enumerate(draws) if source == name]
-            found, tokens = part.read([draws[i][1] for i in at]) if at else ([], None)
-            records |= {i: self.defaults | one | {COLUMN: name} for i, one in zip(at, found, strict=True)}
-            ids |= dict(zip(at, tokens, strict=True)) if tokens is not None else {}
-        rows = range(len(draws))
-        return [records[i] for i in rows], [ids[i] for i in rows] if ids else None
+            found = part.read([draws[i][1] for i in at]) if at else PromptRows([])
+            records |= {i: self.defaults | one | {COLUMN: name} for i, one in zip(at, found.records, strict=True)}
+            ids |= dict(zip(at, found.ids, strict=True)) if found.ids is not None else {}
+            order += at
+            if self.processor is not None:
+                none: list[list[EncodedImage]] = [[] for _ in at]
+                patches.append(found.patches or self.processor.patches([""] * len(at), none))
+        rows, back = range(len(draws)), torch.tensor(order).argsort()
+        seen = [Ragged.concat(parts).index(back) for parts in zip(*patches, strict=True)]
+        found_ids = [ids[i] for i in rows] if ids else None
+        return PromptRows([records[i] for i in rows], found_ids, Patches(*seen) if seen else None)
 
-    def batch(self, numbers: range, rows: tuple[list[Record], list[list[int]] | None]) -> Batch:
+    def batch(self, numbers: range, rows: PromptRows) -> Batch:
         """As `Prompts.batch`, with the column `source`."""
         return next(iter(self.parts.values())).batch(numbers, rows)
 
     def whole(self) -> Batch:
         """All prompts, each once, source by source."""
+        return next(self.in_parts(len(self)))
+
+    def in_parts(self, rows: int) -> Iterator[Batch]:
+        """All prompts, each once, source by source, `rows` at a time."""
         draws = [(name, Draw(0, i)) for name, part in self.parts.items() for i in range(len(part))]
-        return self.batch(range(len(draws)), self.read(draws))
+        for start in range(0, len(draws), rows):
+            part = draws[start : start + rows]
+            yield self.batch(range(start, start + len(part)), self.read(part))
 
 
 class MixtureSource(PromptSource):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects
 from hybridflow.batch.ragged import Ragged
+from hybridflow.data.image_processor import MOST_PIXELS, ImageProcessor, Patches, image_processor
 from hybridflow.data.records import Record, differing_column, open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
 from hybridflow.data.tokenizer import (
@@ -27,6 +30,7 @@ from hybridflow.data.tokenizer import (
     too_long,
 )
 from hybridflow.errors import ConfigError, PromptError, nearest
+from hybridflow.models.images import GRIDS, PIXELS, VISION_FAMILIES, ImageTokens
 from hybridflow.settings import by_name
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,7 @@ RESERVED = frozenset(
         *("advantages", "returns", "kl", "kl_coef", "costs", "cost_values", "cost_returns", "cost_advantages"),
         *("lagrange", "reward_failure", "cost_failure", "reward_norm_mean", "reward_norm_std"),
         *("policy_version", "response_index", "spans", "recomputed_tokens", "response_tokens", "routed_experts"),
+        *(PIXELS, GRIDS),
     }
 )
 RESERVED_PREFIXES = ("rewards/", "costs/")
@@ -45,6 +50,15 @@ RESERVED_PREFIXES = ("rewards/", "costs/")
 
 Map = Callable[[Record], Mapping[str, Any]]
 _VERL, _TRUTHS = "reward_model", ("ground_truth", "answer")
+_IMAGES, _SCANNED = "images", 16  # rows of files that are in memory at a time
+
+
+class PromptRows(NamedTuple):
+    """Rows that were read: their records, token ids with a tokenizer, and patches with a processor."""
+
+    records: list[Record]
+    ids: list[list[int]] | None = None
+    patches: Patches | None = None
 
 
 class Prompts:
@@ -67,13 +81,18 @@ class Prompts:
         map: Map | None = None,
         tokenizer: Tokenizer | None = None,
         max_prompt_tokens: int | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         if max_prompt_tokens is not None:
             check_sizes(max_prompt_tokens=max_prompt_tokens)
             if tokenizer is None:
                 raise ConfigError(f"max_prompt_tokens={max_prompt_tokens} counts tokens: give tokenizer= as well.")
-        self.prompt, self.map, self._tokenizer = prompt, map, tokenizer
+        self.prompt, self.map, self.processor = prompt, map, processor
+        self._tokenizer = tokenizer if processor is None else processor.tokenizer
         self.records = open_records(source, split=split, name=name)
+        if processor is not None:
+            self.records = self.records.encoded()
+            self.records.at_once = _SCANNED
         # a table's rows have the same columns, so only the prompts are checked one by one
         self._uniform = map is None and self.records.columns is not None
         self._columns: frozenset[str] | None = None  # of every record, known from the first one
@@ -102,8 +121,13 @@ class Prompts:
 
     def whole(self) -> Batch:
         """All prompts, each once and in their order."""
-        draws = [Draw(0, index) for index in range(len(self))]
-        return self.batch(range(len(draws)), self.read(draws))
+        return next(self.in_parts(len(self)))
+
+    def in_parts(self, rows: int) -> Iterator[Batch]:
+        """All prompts, each once and in their order, `rows` at a time."""
+        for start in range(0, len(self), rows):
+            numbers = range(start, min(start + rows, len(self)))
+            yield self.batch(numbers, self.read([Draw(0, index) for index in numbers]))
 
     def place(self, index: int) -> str:
         """The place of prompt `index`: file and line, or row."""
@@ -115,10 +139,12 @@ class Prompts:
 
     def _look_through(self, limit: int | None) -> None:
         digest, kept, shortest, longest = hashlib.blake2b(digest_size=16), [], None, 0
-        bounds: list[int] = []
-        for chunk in self.records.scan([self.prompt] if self._uniform else None):
-            places = [row for row, _ in chunk]
-            prompts = [self._prepared(row, raw)["prompt"] for row, raw in chunk]
+        bounds, added, bad = list[int](), list[int](), list[PromptError]()
+        columns = [self.prompt, *({_IMAGES} & {*(self.records.columns or ())} if self.processor else ())]
+        for chunk in self.records.scan(columns if self._uniform else None):
+            places, records = [row for row, _ in chunk], [self._prepared(row, raw) for row, raw in chunk]
+            prompts = [record["prompt"] for record in records]
+            found = [self._image_tokens(row, record, bad) for row, record in zip(places, records, strict=True)]
             if limit is None or self._tokenizer is None:
                 for place, prompt in zip(places, prompts, strict=True):
                     if (length := characters(prompt)) > MOST_CHARACTERS:
@@ -126,17 +152,20 @@ class Prompts:
             else:
                 names = [self.records.place(place) for place in places]
                 lengths = self._tokenizer.lengths(prompts, names, self.prompt)
+                lengths = [length + more for length, (more, _) in zip(lengths, found, strict=True)]
                 shortest, longest = min([*lengths, shortest or lengths[0]]), max(longest, *lengths)
                 fitting = [i for i, length in enumerate(lengths) if length <= limit]
                 kept += [places[i] for i in fitting]
-                prompts = [prompts[i] for i in fitting]
-            bounds += map(most_tokens, prompts)
-            for one in prompts:
-                digest.update(repr(one).encode())
+                prompts, found = [prompts[i] for i in fitting], [found[i] for i in fitting]
+            for one, (more, sizes) in zip(prompts, found, strict=True):
+                bounds.append(most_tokens(one) + more)
+                added.append(more)
+                digest.update(repr((one, sizes) if self.processor else one).encode())
+        if bad:
+            raise PromptError(f"{len(bad)} of {len(self.records)} prompts have images as follows: {bad[0]}")
         self.filtered = 0 if limit is None else len(self.records) - len(kept)
         self._kept = torch.tensor(kept) if self.filtered else None
-        self._bounds = torch.tensor(bounds)
-        self.fingerprint = digest.hexdigest()
+        self._bounds, self._added, self.fingerprint = torch.tensor(bounds), added, digest.hexdigest()
         if self.filtered == len(self.records):
             raise PromptError(
                 f"{self.records.where}: all {self.filtered} prompts have more than max_prompt_tokens={limit} tokens; "
@@ -148,6 +177,15 @@ class Prompts:
                 *(self.records.where, self.filtered, len(self.records), limit, _shown(longest)),
             )
 
+    def _image_tokens(self, row: int, record: Record, bad: list[PromptError]) -> tuple[int, list[tuple[int, int]]]:
+        """Tokens that the images of a record add to its prompt, and their sizes; `bad` takes an error."""
+        if self.processor is not None:
+            try:
+                return self.processor.check(self.records.place(row), record["prompt"], record.get(_IMAGES))
+            except PromptError as error:
+                bad.append(error)
+        return 0, []
+
     def check_fit(self, tokens: int, tokenizer: Callable[[], Tokenizer], where: str) -> None:
         """Tokenises only prompts that may be too long. Errors: PromptError for prompts of more than `tokens` tokens,
         the limit of `where`."""
@@ -155,6 +193,7 @@ class Prompts:
             return
         known = self._tokenizer or tokenizer()
         lengths = known.lengths([self[i]["prompt"] for i in may], [self.place(i) for i in may], self.prompt)
+        lengths = [length + self._added[i] for length, i in zip(lengths, may, strict=True)]
         if long := [(length, i) for i, length in zip(may, lengths, strict=True) if length > tokens]:
             length, at = max(long)
             raise PromptError(
@@ -164,23 +203,42 @@ class Prompts:
                 f"them."
             )
 
-    def read(self, draws: list[Draw]) -> tuple[list[Record], list[list[int]] | None]:
-        """Records and, with a tokenizer, their token ids. Errors: PromptError for a prompt without any token."""
+    def check_images(self, tokens: ImageTokens | None, model: str) -> None:
+        """Errors: PromptError for images that the model, which has these `tokens` for them, does not read."""
+        if self.processor is not None and tokens is None:
+            rows = sum(more > 0 for more in self._added)
+            raise PromptError(
+                f"{rows} of {len(self)} prompts have images, and {model} reads text only. Use a model that reads "
+                f"images ({', '.join(VISION_FAMILIES)}), or give PromptLoader(tokenizer=) in place of processor=."
+            )
+        if self.processor is not None and tokens is not None:
+            self.processor.check_model(tokens, model)
+
+    def read(self, draws: list[Draw]) -> PromptRows:
+        """Errors: PromptError for a prompt without any token, and for images that cannot be read."""
         rows = [self._at(draw.index) for draw in draws]
         records = [self._prepared(row, self.records[row]) for row in rows]
         if self._tokenizer is None:
-            return records, None
+            return PromptRows(records)
         places = [self.records.place(row) for row in rows]
-        return records, self._tokenizer.encode([record["prompt"] for record in records], places, self.prompt)
+        ids = self._tokenizer.encode([record["prompt"] for record in records], places, self.prompt)
+        if (processor := self.processor) is None:
+            return PromptRows(records, ids)
+        images = [processor.read(place, one.get(_IMAGES)) for place, one in zip(places, records, strict=True)]
+        patches = processor.patches(places, images)
+        ids = [processor.expanded(*row) for row in zip(places, ids, patches.grids.rows(), strict=True)]
+        records = [one | {_IMAGES: own} if _IMAGES in one else one for one, own in zip(records, images, strict=True)]
+        return PromptRows(records, ids, patches)
 
-    def batch(self, numbers: range, rows: tuple[list[Record], list[list[int]] | None]) -> Batch:
+    def batch(self, numbers: range, rows: PromptRows) -> Batch:
         """`row_id` [B] int64, the columns of the records as Python objects, and `prompt_ids` (ragged int64)."""
-        records, ids = rows
         columns: dict[str, Any] = {"row_id": torch.arange(numbers.start, numbers.stop)}
         # objects as they are in the file: a reward function gets the exact values
-        columns |= {column: Objects(record[column] for record in records) for column in records[0]}
-        if ids is not None:
-            columns["prompt_ids"] = Ragged.from_rows(ids, dtype=torch.int64)
+        columns |= {column: Objects(record[column] for record in rows.records) for column in rows.records[0]}
+        if rows.ids is not None:
+            columns["prompt_ids"] = Ragged.from_rows(rows.ids, dtype=torch.int64)
+        if rows.patches is not None:
+            columns |= {PIXELS: rows.patches.pixels, GRIDS: rows.patches.grids}
         return Batch(columns)
 
     def _prepared(self, row: int, raw: Any) -> Record:
@@ -193,7 +251,8 @@ class Prompts:
                 f"{differing_column(self.records.place(row), record, self.records.place(0), self._columns)}; every "
                 f"record needs the same columns."
             )
-        check_prompt(self.records.place(row), self.prompt, record[self.prompt])
+        images = self.processor is not None
+        check_prompt(self.records.place(row), self.prompt, record[self.prompt], images=images)
         if self.prompt != "prompt":
             record["prompt"] = record.pop(self.prompt)
         return record
@@ -255,19 +314,24 @@ class PromptSource(ResumableSampler):
         map: Map | None = None,
         max_prompt_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_image_pixels: int = MOST_PIXELS,
         workers: int = 0,
         in_flight: int = 2,
         allow_changed: bool = False,
         check_context: bool = True,
     ) -> None:
-        check_sizes(batch_size=batch_size, in_flight=in_flight)
+        check_sizes(batch_size=batch_size, in_flight=in_flight, max_image_pixels=max_image_pixels)
+        if processor is not None and tokenizer is None:
+            tokenizer = processor if isinstance(processor, str | os.PathLike) else getattr(processor, "tokenizer", None)
         known, most = prompt_tokenizer(tokenizer, chat_template_kwargs), max_prompt_tokens
-        self.prompts = found = Prompts(
-            prompts, prompt=prompt, split=split, name=name, map=map, tokenizer=known, max_prompt_tokens=most
-        )
+        reads = None if processor is None else image_processor(processor, known, max_image_pixels, _folder(prompts))
+        how: dict[str, Any] = {"tokenizer": known, "max_prompt_tokens": most, "processor": reads}
+        self.prompts = found = Prompts(prompts, prompt=prompt, split=split, name=name, map=map, **how)
         self.in_flight, self.check_context = in_flight, check_context
         identity = {"prompts": len(found), "fingerprint": found.fingerprint, "columns": found.columns}
         identity |= {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
+        identity |= {} if reads is None else {"processor": reads.settings}
         super().__init__(found, identity, batch_size, steps, seed, shuffle, workers, allow_changed)
 
     def __len__(self) -> int:
@@ -275,6 +339,12 @@ class PromptSource(ResumableSampler):
         if self.steps is None:
             raise TypeError(f"a {type(self).__name__} without steps= has no length")
         return self.steps
+
+
+def _folder(source: Any) -> Path:
+    """Where relative paths of images begin: beside the file of prompts, in their directory, or here."""
+    path = Path(source).expanduser() if isinstance(source, str | os.PathLike) else Path()
+    return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
 def _with_truth(record: Record) -> Record:

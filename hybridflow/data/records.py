@@ -34,7 +34,8 @@ class Records:
     """Rows in the order of their source, which `where` names; `place(i)` names row i of it.
 
     `read(start, stop, columns)` gives `size` rows as Python objects, of a table only these columns (None: all).
-    `columns` are those of a table, whose rows all have them; None for records that may differ.
+    `columns` are those of a table, whose rows all have them; None for records that may differ. `encoded()` are the same
+    records with images as the bytes or paths of their files.
     """
 
     def __init__(
@@ -44,8 +45,11 @@ class Records:
         read: Callable[[int, int, tuple[str, ...] | None], list[Any]],
         place: Callable[[int], str],
         columns: Iterable[str] | None = None,
+        encoded: Callable[[], Records] | None = None,
     ) -> None:
         self.where, self._size, self._read, self.place = where, size, read, place
+        self.encoded = encoded or (lambda: self)
+        self.at_once = CHUNK
         self.columns = None if columns is None else tuple(columns)
 
     def __len__(self) -> int:
@@ -55,10 +59,10 @@ class Records:
         return self._read(index, index + 1, None)[0]
 
     def scan(self, columns: Iterable[str] | None) -> Iterator[list[tuple[int, Any]]]:
-        """All rows with their numbers, in order, some at a time."""
+        """All rows with their numbers, in order, `at_once` at a time."""
         chosen = None if columns is None else tuple(columns)
-        for start in range(0, self._size, CHUNK):
-            yield list(enumerate(self._read(start, min(start + CHUNK, self._size), chosen), start))
+        for start in range(0, self._size, self.at_once):
+            yield list(enumerate(self._read(start, min(start + self.at_once, self._size), chosen), start))
 
 
 def open_records(source: Any, *, split: str | None = None, name: str | None = None, what: str = "prompts") -> Records:
@@ -185,7 +189,25 @@ def _dataset_records(where: str, dataset: datasets.Dataset) -> Records:
         found = (plain if columns is None else chosen(columns))[start:stop]
         return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
-    return Records(where, len(plain), read, lambda row: f"{where}, row {row}", plain.column_names)
+    def encoded() -> Records:
+        other = plain
+        for name, feature in plain.features.items():
+            if (undecoded := _undecoded(feature)) != feature:
+                other = other.cast_column(name, undecoded)
+        return _dataset_records(where, other)
+
+    return Records(where, len(plain), read, lambda row: f"{where}, row {row}", plain.column_names, encoded)
+
+
+def _undecoded(feature: Any) -> Any:
+    """The feature with images as the bytes or paths of their files: an image, or a list of them."""
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return type(feature)(_undecoded(feature.feature))
+    return feature
 
 
 def _refuse(source: str, name: str | None, split: str | None = None) -> None:

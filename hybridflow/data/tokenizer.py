@@ -99,11 +99,14 @@ class Tokenizer:
     """A Hugging Face tokenizer for lists of texts. `raw` is the tokenizer itself.
 
     `end_ids`: each of these tokens ends a text or a response. Of a checkpoint directory they are those of
-    `end_token_ids`. `template`: further arguments of the chat template for prompts.
+    `end_token_ids`. `template`: further arguments of the chat template for prompts. `images`: parts of messages may be
+    images.
     """
 
-    def __init__(self, raw: Any, end_ids: Iterable[int] = (), template: Mapping[str, Any] | None = None) -> None:
-        self.raw, self.template = raw, dict(template or {})
+    def __init__(
+        self, raw: Any, end_ids: Iterable[int] = (), template: Mapping[str, Any] | None = None, images: bool = False
+    ) -> None:
+        self.raw, self.template, self.images = raw, dict(template or {}), images
         own = getattr(raw, "eos_token_id", None)
         self.end_ids = frozenset(end_ids if own is None else (*end_ids, own))
 
@@ -202,7 +205,7 @@ class Tokenizer:
             raise PromptError(f"{place} is {type(prompt).__name__}: give text or a list of chat messages.")
         if self.raw.chat_template is None:
             raise PromptError(f"{place} is a list of messages and the tokenizer has no chat template.")
-        check_messages(place, "prompt", prompt)
+        check_messages(place, "prompt", prompt, self.images)
         begun = prompt[-1]["role"] == "assistant"
         if begun and prompt[-1].get("tool_calls"):
             raise PromptError(f"{place} ends with a call of a tool, which only the tool can answer. Add its message.")
@@ -392,10 +395,11 @@ def _ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
     return ids, {one["content"]: one["id"] for one in found.get("added_tokens") or ()}
 
 
-def check_prompt(place: str, column: str, prompt: Any, chat: bool = True) -> None:
-    """Refuse a prompt other than text or, with `chat`, messages. Errors: PromptError naming place, column, message."""
+def check_prompt(place: str, column: str, prompt: Any, chat: bool = True, images: bool = False) -> None:
+    """Refuse a prompt other than text or, with `chat`, messages (with `images`). Errors: PromptError naming place,
+    column, message."""
     if chat and isinstance(prompt, list):
-        check_messages(place, column, prompt)
+        check_messages(place, column, prompt, images)
     elif not isinstance(prompt, str) or not prompt:
         shown = "empty" if prompt == "" else "null" if prompt is None else f"a {type(prompt).__name__}"
         asked = "text or a list of chat messages" if chat else "text"
@@ -414,8 +418,8 @@ def check_text(where: str, text: str) -> None:
         ) from None
 
 
-def check_messages(place: str, column: str, messages: list[Any]) -> None:
-    """Refuse messages without a known `role` and a `content` of text or parts of text."""
+def check_messages(place: str, column: str, messages: list[Any], images: bool = False) -> None:
+    """Refuse messages without a known `role` and a `content` of text or parts of text, and of `images`."""
     if not messages:
         raise PromptError(f"{place}: column {column!r} is an empty list; it must be text or a list of messages.")
     for number, message in enumerate(messages):
@@ -432,18 +436,32 @@ def check_messages(place: str, column: str, messages: list[Any]) -> None:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if content is None else content
         if not isinstance(parts, list):
             raise PromptError(f"{where} ({role}) has content that is a {type(content).__name__}; it must be text.")
-        for part in parts:
+        texts = [part for part in parts if not (images and is_image(part))]
+        for part in texts:
             if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise PromptError(f"{where} ({role}) has content with a part of type {kind!r}; only text is read.")
+                raise PromptError(f"{where} ({role}) has content with a part of type {kind!r}; {_read(kind, images)}.")
             check_text(f"{where} ({role})", part["text"])
-        if not text_of(content) and role not in _MAY_SAY_NOTHING:
+        if not text_of(content) and len(texts) == len(parts) and role not in _MAY_SAY_NOTHING:
             raise PromptError(f"{where} ({role}) has empty content.")
+
+
+def _read(kind: Any, images: bool) -> str:
+    """What is read instead of a part of this type."""
+    if images:
+        return "text is read, and {'type': 'image'}, whose image is in the column 'images'"
+    return "only text is read" + ("; images with PromptLoader(processor=)" if kind == "image" else "")
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content stands for an image, which it does not hold itself."""
+    own = {name for name, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
+    return own == {"type"} and part["type"] == "image"
 
 
 def text_of(content: str | list[Any] | None) -> str:
     """The text of a message's content, its parts joined."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    return "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content or ""
 
 
 def characters(prompt: str | list[Any]) -> int:
@@ -459,12 +477,18 @@ def most_tokens(prompt: str | list[Any]) -> int:
 
 
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Messages for templates of text models: content in one piece, no fields without a value.
+    """Messages for templates: text in one piece unless there are images between, no fields without a value.
 
     In tables every message has the fields of all messages; a template would read a null as a value.
     """
     return [
         {key: value for key, value in message.items() if value is not None}
-        | {"content": text_of(message.get("content"))}
+        | {"content": _plain_content(message.get("content"))}
         for message in messages
     ]
+
+
+def _plain_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
+    if isinstance(content, list) and any(map(is_image, content)):
+        return [{key: value for key, value in part.items() if value is not None} for part in content]
+    return text_of(content)
