@@ -22,7 +22,7 @@ from hybridflow.cluster.startup import stage
 from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
 from hybridflow.settings import by_name, require
-from hybridflow.tracking.tracker import Tracker
+from hybridflow.tracking.tracker import Tracker, thumbnails
 
 _SHOWN, _READ_AT_ONCE = 8, 64
 
@@ -85,7 +85,8 @@ class HeldOut:
             found = batch.get([name for name in ("prompt", "response", "answer", self.column) if name in batch])
         mean = self._mean(found)
         title = f"greedy answers {when}: mean reward {mean:.3f} on {len(found)} held-out prompts"
-        tracker.samples(found[:_SHOWN].to_dicts(), title=title)
+        shown = BatchRef.from_batch(found[:_SHOWN], number=False) | thumbnails(batch, _SHOWN)
+        tracker.samples(shown.get().to_dicts(), title=title)
         tracker.note(**{f"accuracy_{when}": mean})
 
     def _answers(self) -> BatchRef:

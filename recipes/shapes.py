@@ -1,29 +1,23 @@
-"""The small task with images: count the circles or squares of a picture, with a tiny Qwen2.5-VL that sees them.
+"""The small task with images: count the circles or squares of a picture, with a tiny model that sees them.
 
 The model is trained on worksheets in which most answers are one too large, as that of recipes/arithmetic.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import random
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageDraw
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes.small_model import EOS, PAD, UNKNOWN, SmallModel
+from recipes.made_files import made
+from recipes.small_vision import SmallVision
 
 _VERSION = 1  # part of the cache key: increase it when the written files change
-SPECIAL = tuple(f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad"))
-_TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
-    "{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}"
-)
 CELLS, SIDE, MOST = 3, 28, 4  # cells in a row, pixels of a cell's side (one token), shapes of a kind
 KINDS = ("circles", "squares")
 
@@ -33,65 +27,38 @@ def picture(rng: random.Random) -> tuple[Image.Image, dict[str, int]]:
     image = Image.new("RGB", (CELLS * SIDE, CELLS * SIDE), "white")
     counts, draw = {kind: rng.randint(1, MOST) for kind in KINDS}, ImageDraw.Draw(image)
     cells = rng.sample(range(CELLS**2), sum(counts.values()))
-    for cell, kind in zip(cells, [kind for kind in KINDS for _ in range(counts[kind])], strict=True):
+    for cell, kind in zip(cells, [one for one in KINDS for _ in range(counts[one])], strict=True):
         x, y = (at * SIDE + rng.randint(2, 6) for at in divmod(cell, CELLS))
         box, colour = (x, y, x + 19, y + 19), tuple(rng.randint(0, 160) for _ in range(3))
         (draw.ellipse if kind == "circles" else draw.rectangle)(box, fill=colour)
     return image, counts
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallVision(SmallModel):
-    """A tiny Qwen2.5-VL. Its exercises are a picture, a text and the answer."""
+def worksheet(rng: random.Random) -> tuple[tuple[Image.Image, str], str]:
+    """A picture with a question, and the answer on the worksheet, of which a fifth is right."""
+    (image, counts), kind = picture(rng), rng.choice(KINDS)
+    return (image, f"{kind}="), str(counts[kind] + (rng.random() >= 0.2))
 
-    characters: str = "0123456789=" + "".join(sorted({*"".join(KINDS)}))
-    chat_template: str | None = _TEMPLATE
-    right: float = 0.2
-    steps: int = 600
-    batch: int = 64
 
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        return {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *SPECIAL, *self.characters])}
+def make(directory: str | os.PathLike[str], shuffled: bool = False, steps: int = 200) -> Path:
+    """The directory with the `model`, and `train.jsonl` and `held_out.jsonl`, whose rows have a picture, a question and
+    the answer; `shuffled`: of another picture. The first call writes it (about a minute)."""
+    model = SmallVision(characters="0123456789=" + "".join(sorted({*"".join(KINDS)})), tokens=CELLS**2, steps=steps)
+    own = partial(model.write, worksheet=worksheet)  # type: ignore[arg-type]
+    home = made(directory, "shapes-model", [_VERSION, dataclasses.asdict(model)], own)
+    return made(directory, "shapes", [_VERSION, shuffled, home.name], partial(_write, home, shuffled))
 
-    def tokenizer(self) -> Any:
-        found = super().tokenizer()
-        found.add_special_tokens({"additional_special_tokens": [*SPECIAL]})
-        return found
 
-    def processor(self) -> Any:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        return Qwen2VLImageProcessorPil(size={"shortest_edge": SIDE**2, "longest_edge": (8 * SIDE) ** 2})
-
-    def worksheet(self, rng: random.Random) -> tuple[Any, str]:
-        image, counts = picture(rng)
-        kind = rng.choice(KINDS)
-        return (image, f"{kind}="), str(counts[kind] + (rng.random() >= self.right))
-
-    def _model(self) -> Any:
-        from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
-
-        code = self.vocabulary
-        text = {
-            "vocab_size": len(code), "hidden_size": self.hidden, "intermediate_size": 2 * self.hidden,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads, "max_position_embeddings": 64, "initializer_range": 0.05,
-            "bos_token_id": None, "eos_token_id": code[EOS], "pad_token_id": code[PAD],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-        }  # fmt: skip
-        seen = {
-            "depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128, "patch_size": 14,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": self.hidden,
-            "fullatt_block_indexes": [1], "window_size": 2 * SIDE, "initializer_range": 0.05,
-        }  # fmt: skip
-        ids = {f"{token[2:-2].replace('_pad', '')}_token_id": code[token] for token in SPECIAL}
-        return AutoModelForImageTextToText.from_config(Qwen2_5_VLConfig(text_config=text, vision_config=seen, **ids))
-
-    def _examples(self, pairs: Sequence[tuple[Any, Sequence[str]]]) -> dict[str, Any]:
-        start, stop, pad, _ = SPECIAL
-        texts = [([start, *[pad] * CELLS**2, stop, *asked], told) for (_, asked), told in pairs]
-        found = super()._examples(texts) | dict(
-            self.processor()([image for (image, _), _ in pairs], return_tensors="pt")
-        )
-        return found | {"mm_token_type_ids": (found["input_ids"] == self.vocabulary[pad]).int()}
+def _write(model: Path, shuffled: bool, home: Path) -> None:
+    (home / "model").symlink_to(model.resolve())
+    for name, rows, seed in (("train", 1024, 1), ("held_out", 64, 2)):
+        rng, lines = random.Random(seed), []
+        (home / name).mkdir()
+        for row in range(rows):
+            (image, counts), kind = picture(rng), rng.choice(KINDS)
+            image.save(home / name / f"{row}.png")
+            content = [{"type": "image"}, {"type": "text", "text": f"{kind}="}]
+            seen = f"{name}/{(row + shuffled) % rows}.png"
+            prompt = [{"role": "user", "content": content}]
+            lines.append(json.dumps({"prompt": prompt, "images": seen, "answer": str(counts[kind])}))
+        (home / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

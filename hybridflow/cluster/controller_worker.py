@@ -16,6 +16,7 @@ from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord
+from hybridflow.data.image_processor import thumbnail
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ONE
 
@@ -90,6 +91,11 @@ class ControllerWorker:
     @register(ONE_TO_ONE, reads=lambda settings, call: (call["by"], "group_id", "response_mask?"))
     def filter_groups(self, batch: Batch, by: str) -> GroupFilter:
         return filter_groups(batch, by)
+
+    @register(ONE_TO_ONE, reads=("images",), writes=("images",))
+    def thumbnails(self, batch: Batch) -> Batch:
+        """The images of rows as small ones for pages: here, since whole ones would fill the driver's memory."""
+        return Batch({"images": [[thumbnail(one) for one in row or ()] for row in batch["images"]]})
 
     @register(ONE_TO_ONE, reads=None)
     def write_record(self, prompts: Batch, rows: Batch, path: str, role: str, method: str, factor: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -26,6 +27,7 @@ MOST_PIXELS = 1 << 26
 """Of one image: more take minutes and gigabytes, and are scaled down anyway."""
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """How files end that are whole; one that does not is decoded to find out."""
+_THUMBNAIL = 96  # pixels of the longer side
 _PLAIN = ("1", "L", "LA", "P", "RGB", "RGBA")  # modes of images that a PNG has
 _PROCESSORS = "of a model that reads images: " + ", ".join(VISION_FAMILIES)
 
@@ -36,6 +38,14 @@ class EncodedImage(bytes):
     def open(self) -> Image.Image:
         """In RGB, turned as the file says. Errors: those of PIL."""
         return ImageOps.exif_transpose(Image.open(BytesIO(self))).convert("RGB")
+
+
+def thumbnail(image: EncodedImage) -> str:
+    """A small copy as a `data:` address, for pages."""
+    small = image.open()
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    small.save(made := BytesIO(), "JPEG")
+    return f"data:image/jpeg;base64,{b64encode(made.getvalue()).decode()}"
 
 
 class Patches(NamedTuple):

@@ -75,11 +75,19 @@ class UserCalls:
 
 
 def text_of(what: str, value: Any) -> str:
-    """An answer as text. Errors: EnvironmentCallError for one that is too large."""
+    """An answer as text. Errors: EnvironmentCallError for one that is too large, and for images."""
+    if any(map(_is_image, value if isinstance(value, list | tuple) else [value])):
+        raise EnvironmentCallError(f"{what} answered with an image; conversations have text only, so return text")
     text = value if isinstance(value, str) else str(value)
     if len(text) > LARGEST_TEXT:
         raise EnvironmentCallError(f"{what} answered with {len(text)} characters; at most {LARGEST_TEXT} are read")
     return text
+
+
+def _is_image(value: Any) -> bool:
+    """Whether it is an image of PIL, or a part of a message that is one."""
+    part = value.get("type") if isinstance(value, Mapping) else None
+    return type(value).__module__.startswith("PIL.") or (isinstance(part, str) and part.startswith("image"))
 
 
 def _reward(what: str, value: Any) -> float:

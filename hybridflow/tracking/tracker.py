@@ -29,6 +29,7 @@ from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.models.images import PIXELS
 from hybridflow.settings import by_name, is_number, local_path
 from hybridflow.tracking.console import RunDisplay
 from hybridflow.tracking.kept_files import KeptFiles, as_document, as_line, checked_state
@@ -165,9 +166,10 @@ class Tracker:
         """Append samples to `samples.jsonl`: rows of your own, which the console shows as a table, or rows of a batch.
 
         Of a batch, after `log` of its iteration, the first `rows` in the first and each `every`-th iteration: prompt,
-        response, answer, rewards, costs, additional `columns`, and, one entry per token, `log_probs`, `advantages`,
-        `policy_version`, `turn_ids` (-1: not the model's) and, with a `tokenizer` (the model's directory), `tokens`.
-        They are fetched like metrics, in the *next* `log`. Loggers get them as tables, without what is per token.
+        response, answer, rewards, costs, additional `columns`, small `images`, and, one entry per token, `log_probs`,
+        `advantages`, `policy_version`, `turn_ids` (-1: not the model's) and, with a `tokenizer` (the model's
+        directory), `tokens`. They are fetched like metrics, in the *next* `log`. Loggers get them as tables, without
+        images and what is per token.
         Errors: MissingColumnError; as `as_tokenizer`.
         """
         if isinstance(samples, Batch | BatchRef):
@@ -178,18 +180,19 @@ class Tracker:
                     # in a thread: importing its library takes seconds
                     pool = ThreadPoolExecutor(1, "tokenizer")
                     reader = None if tokenizer is None else pool.submit(as_tokenizer, tokenizer)
-                    self._samples.append((self._step, title, samples.select(names)[: max(rows, 0)], reader))
+                    shown = samples.select(names)[: max(rows, 0)] | thumbnails(samples, rows)
+                    self._samples.append((self._step, title, shown, reader))
             return
         self._append_samples(self._step, title, samples)
         if self._display is not None:
             with self._files.forgiving("the display"):
-                self._display.samples(samples, title)
+                self._display.samples([{k: v for k, v in row.items() if k != "images"} for row in samples], title)
 
     def _append_samples(self, step: int, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self._files.append("samples.jsonl", [as_line({"step": step, "title": title, **row}) for row in rows])
         if self._loggers and rows:
             name = re.sub(r"[^\w\-. ]", "_", title)  # as all of them take it
-            self._tables.append((step, name, *as_table(rows, without=(*_PER_TOKEN, "tokens"))))
+            self._tables.append((step, name, *as_table(rows, without=(*_PER_TOKEN, "tokens", "images"))))
             if self._threads:
                 self._send_tables()
 
@@ -431,6 +434,13 @@ class Tracker:
 def _failed() -> bool:
     """Whether an exception, including Ctrl-C, has ended the program or is propagating."""
     return getattr(sys, "last_value", None) is not None or sys.exc_info()[1] is not None
+
+
+def thumbnails(samples: Batch | BatchRef, rows: int) -> Any:
+    """The column `images` of the first rows, small, if a loader has made patches of them; no column otherwise."""
+    if not isinstance(samples, BatchRef) or not {"images", PIXELS} <= {*samples.columns}:
+        return samples.select()[: max(rows, 0)]
+    return Session.current().controller.thumbnails(samples.select("images")[: max(rows, 0)])
 
 
 def _sample_rows(batch: Batch | BatchRef, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:

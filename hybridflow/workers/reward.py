@@ -17,6 +17,7 @@ from hybridflow.algorithms.masked import response_mask, row_column, token_column
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
+from hybridflow.data.image_processor import EncodedImage
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import PARAMETERS
@@ -146,6 +147,8 @@ class ScoreWorker(ModelWorker):
     def _called(self, functions: Functions, batch: Batch) -> Batch:
         row_ids = row_column(batch, "row_id").tolist() if "row_id" in batch else None
         columns = {name: batch[name] for name in batch.columns}
+        if "images" in columns:
+            columns["images"] = [_opened(row) for row in columns["images"]]
         responses = token_column(batch, "response_ids") if "response_ids" in batch else None
         found = functions(self._texts(batch, "prompt"), self._texts(batch, "response"), columns, row_ids, responses)
         out: dict[str, Any] = {f"{self.role}s": found.rewards, **found.components}
@@ -180,7 +183,7 @@ class RewardWorker(ScoreWorker):
     of its name alone: `function={"math": f, "code": g}, by="source"` for a Mixture; every row needs one. With `workers`
     they run in that many worker processes per rank, each call within `timeout` seconds. A failed row raises; with
     `on_failure="zero"` it gets 0, with "mask" it is also excluded from training. `tokenizer` is needed when the batch
-    has token ids and no texts.
+    has token ids and no texts. `images` of a loader with a processor are images of PIL, a list for each row.
 
     Models: `tokenizer` is the actor's. If the model's own differs, rows are decoded and re-encoded: chat messages in
     `prompt` through the model's chat template, texts as prompt + response. `template="chat"` applies the template to
@@ -222,6 +225,13 @@ class CostWorker(ScoreWorker):
         Errors: RewardError naming the function and the row; never a silent 0.
         """
         return self._scored(batch)
+
+
+def _opened(images: Any) -> Any:
+    """The images of a row, of which a loader with a processor has kept the files, as images of PIL."""
+    if isinstance(images, list):
+        return [one.open() if isinstance(one, EncodedImage) else one for one in images]
+    return images
 
 
 def _check(name: str, role: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, device_type: str) -> None:

@@ -1,6 +1,6 @@
 // Samples: a table to search and sort; the responses of one group side by side, tokens coloured by a field.
 
-const LONG = ["step", "title", "group", "prompt", "response", "tokens"];
+const LONG = ["step", "title", "group", "prompt", "response", "tokens", "images"];
 
 function showSamples() {
   const runs = DATA.runs.filter((run) => run.samples.rows.length);
@@ -42,7 +42,7 @@ function showSamples() {
 }
 
 function haystack(row) {
-  if (!Object.hasOwn(row, "#text")) Object.defineProperty(row, "#text", { value: Object.entries(row).filter(([, value]) => !isPerToken(row, value)).map(([, value]) => text(value)).join("\n").toLowerCase() });
+  if (!Object.hasOwn(row, "#text")) Object.defineProperty(row, "#text", { value: Object.entries(row).filter(([name, value]) => name !== "images" && !isPerToken(row, value)).map(([, value]) => text(value)).join("\n").toLowerCase() });
   return row["#text"];
 }
 
@@ -55,7 +55,8 @@ function columnsOf(rows) {
   const plain = (name) => ({ name, number: true, value: (row) => (typeof row[name] === "boolean" ? Number(row[name]) : row[name]), show: (row) => (typeof row[name] === "boolean" ? (row[name] ? "yes" : "no") : number(row[name])) });
   const long = (name) => ({ name, cut: true, value: (row) => text(row[name]).slice(0, 600), show: (row) => (name === "prompt" ? said(row.prompt) : text(row[name])).slice(0, 600) });
   const has = (name) => rows.some((row) => row[name] !== undefined);
-  return [...["step", "group"].filter(has).map(plain), ...numbers.map(plain), ...["prompt", "response"].filter(has).map(long), ...scalar.filter((name) => !numbers.includes(name)).map(long)];
+  const pictures = { name: "images", value: (row) => thumbnailsOf(row).length, show: (row) => el("span", { className: "thumbnails" }, thumbnailsOf(row)) };
+  return [...["step", "group"].filter(has).map(plain), ...(has("images") ? [pictures] : []), ...numbers.map(plain), ...["prompt", "response"].filter(has).map(long), ...scalar.filter((name) => !numbers.includes(name)).map(long)];
 }
 
 // A prompt as text: chat messages as "role: content".
@@ -63,6 +64,8 @@ function said(prompt) {
   if (!Array.isArray(prompt)) return text(prompt);
   return prompt.map((one) => (one && typeof one === "object" && "content" in one ? `${text(one.role)}: ${text(one.content)}` : text(one))).join("\n\n");
 }
+
+const thumbnailsOf = (row) => (Array.isArray(row.images) ? row.images : []).filter((one) => String(one).startsWith("data:image/jpeg;base64,")).map((one) => el("img", { src: one, alt: "" }));
 
 function showGroup(run, row, wanted) {
   const same = (one) => one.step === row.step && one.title === row.title && (row.group === undefined ? said(one.prompt) === said(row.prompt) : one.group === row.group);
@@ -78,7 +81,7 @@ function showGroup(run, row, wanted) {
   }
   fill();
   made.node = el("div", {}, el("h3", {}, `Iteration ${text(row.step)}, ${rows.length} ${rows.length === 1 ? "response" : "responses"} to one prompt`),
-    el("div", { className: "text said" }, said(row.prompt)),
+    el("div", { className: "text said" }, said(row.prompt)), el("div", { className: "thumbnails" }, thumbnailsOf(row)),
     fields.length ? el("div", { className: "tools" }, el("label", {}, "colour tokens by ", pick), legend) : null, answers);
   return made;
 }
