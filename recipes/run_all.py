@@ -20,7 +20,7 @@ from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo", "async_grpo", "distill")
-ALL = (*RECIPES, "tools", "game")  # the last two have tasks of their own
+ALL = (*RECIPES, "tools", "game", "vision")  # the last three have tasks of their own
 RISE, LIMIT, FIRST, LAST = 0.3, 0.25, 3, 5
 _TIMEOUT = 1200.0
 

@@ -432,7 +432,7 @@ def test_sizes_that_are_not_given_fit_the_devices_that_are_there(recipe, gpus, m
     for options in cfg.values():
         if isinstance(options, DictConfig) and "train" in options and "tp" in options.train:
             assert hf.Megatron(**options.train).grid(pools[0][0]).size == pools[0][0]
-            assert options.train.tp == (1 if recipe in ("tools", "game") else pools[0][0])
+            assert options.train.tp == (1 if recipe in ("tools", "game", "vision") else pools[0][0])
 
 
 @pytest.mark.parametrize(("devices", "tp"), [("[1]", 1), ("[3]", 1), ("[4]", 2), ("[8,8]", 2), ("[2,1]", 1)])
