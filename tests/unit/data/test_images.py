@@ -149,8 +149,8 @@ def test_prompts_with_too_many_tokens_are_left_out_and_counted(model, rows):
     loader = PromptSource(rows, batch_size=3, processor=model, max_prompt_tokens=int(lengths[0]))
     assert loader.filtered == 1
     loader.prompts.check_fit(int(lengths[0]), lambda: pytest.fail("the loader has a tokenizer"), "actor")
+    whole = PromptSource(rows, batch_size=3, processor=model)
     with pytest.raises(PromptError, match=rf"1 of 3 prompts are too long for actor.* has {int(lengths[1])}\."):
-        whole = PromptSource(rows, batch_size=3, processor=model)
         whole.prompts.check_fit(int(lengths[1]) - 1, lambda: pytest.fail("the loader has a tokenizer"), "actor")
 
 
@@ -186,9 +186,9 @@ def test_bad_images_are_refused_when_the_loader_is_built_and_counted(model, tmp_
 def test_parts_of_messages_that_are_not_read_are_named(model):
     image = encoded(noise(1, 40, 40))
     for part in ({"type": "image", "image": "a.png"}, {"type": "video"}):
+        row = {"prompt": [{"role": "user", "content": [part]}], "images": image}
         with pytest.raises(PromptError, match=r"part of type .*'image'}, whose image is in the column 'images'"):
-            prompt = [{"role": "user", "content": [part]}]
-            PromptSource([{"prompt": prompt, "images": image}], batch_size=1, processor=model)
+            PromptSource([row], batch_size=1, processor=model)
     with pytest.raises(PromptError, match=r"only text is read; images with PromptLoader\(processor=\)"):
         PromptSource([{"prompt": said(PART), "images": image}], batch_size=1)
     with pytest.raises(PromptError, match="'pixel_values' is written by hybridflow"):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.trajectory import NO_TURN
@@ -39,6 +40,8 @@ def misbehave(how: str) -> str:
         os._exit(3)
     if how == "large":
         return "x" * 10_000_000
+    if how == "picture":
+        return Image.new("RGB", (8, 8))  # type: ignore[return-value]
     if how == "cancel":
         raise asyncio.CancelledError
     if how == "raise":
@@ -77,7 +80,8 @@ def test_tools_are_called_until_the_model_answers(checkpoint):
 
 def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
     rows = [
-        {"prompt": "Go.", "how": how} for how in ("raise", "die", "hang", "large", "fine", "fine", "unknown", "cancel")
+        {"prompt": "Go.", "how": how}
+        for how in ("raise", "die", "hang", "large", "picture", "fine", "fine", "unknown", "cancel")
     ]
 
     def says(row, turn, heard):
@@ -85,7 +89,7 @@ def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
             (call("nothing") if row["how"] == "unknown" else call("misbehave", how=row["how"])) if turn == 0 else "ok"
         )
 
-    raised, died, hung, large, *fine, unknown, cancelled = run(
+    raised, died, hung, large, picture, *fine, unknown, cancelled = run(
         ToolLoop((misbehave,), 4), checkpoint, rows, says, seconds=5.0
     )
     assert raised.failure is None
@@ -95,6 +99,7 @@ def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
     assert died.failure == "its process exited with code 3, with nothing else in it"
     assert hung.failure == "tool misbehave took longer than 5 s"
     assert large.failure == "tool misbehave answered with 10000000 characters; at most 262144 are read"
+    assert picture.failure == "tool misbehave answered with an image; conversations have text only, so return text"
     assert cancelled.failure is not None
     assert "CancelledError" in cancelled.failure
     assert [one.failure for one in fine] == [None, None]
@@ -181,9 +186,13 @@ def test_an_environment_that_returns_nothing_or_a_wrong_type_is_named(checkpoint
         ("reward", math.nan): "Wrong.step gave the reward nan, which is not finite",
     }
     rows = [{"how": how, "value": value} for how, value in wrong]
-    large = [{"role": "user", "content": "x" * 1_000_000}]
-    *found, last = run(EnvironmentLoop(Wrong, 4), checkpoint, [*rows, {"how": "reset", "value": large}], lambda *_: "x")
+    rows += [
+        {"how": "reset", "value": [{"role": "user", "content": content}]}
+        for content in ([{"type": "image"}], "x" * 1_000_000)
+    ]
+    *found, seen, last = run(EnvironmentLoop(Wrong, 4), checkpoint, rows, lambda *_: "x")
     assert [one.failure for one in found] == list(wrong.values())
+    assert seen.failure == "Wrong.reset answered with an image; conversations have text only, so return text"
     assert last.failure == "Wrong.reset answered with 1000000 characters; at most 262144 are read"
 
 
