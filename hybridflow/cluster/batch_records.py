@@ -21,6 +21,7 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
+from hybridflow.data.image_processor import EncodedImage
 from hybridflow.errors import BatchError, ConfigError
 
 PROGRAM = "program.json"
@@ -59,7 +60,8 @@ class BatchRecord:
     def read(cls, path: Path) -> BatchRecord:
         """Errors: ConfigError for a file that is damaged, or has objects other than plain data."""
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([EncodedImage]):
+                content = torch.load(path, map_location="cpu", weights_only=True)
             return cls(**content | {name: _batch(content[name]) for name in ("prompts", "rows")})
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, *_DAMAGED) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]

@@ -139,7 +139,7 @@ class Prompts:
 
     def _look_through(self, limit: int | None) -> None:
         digest, kept, shortest, longest = hashlib.blake2b(digest_size=16), [], None, 0
-        bounds, added, bad = list[int](), list[int](), list[PromptError]()
+        bounds, added, bad, self._seen = list[int](), list[int](), list[PromptError](), 0
         columns = [self.prompt, *({_IMAGES} & {*(self.records.columns or ())} if self.processor else ())]
         for chunk in self.records.scan(columns if self._uniform else None):
             places, records = [row for row, _ in chunk], [self._prepared(row, raw) for row, raw in chunk]
@@ -160,6 +160,7 @@ class Prompts:
             for one, (more, sizes) in zip(prompts, found, strict=True):
                 bounds.append(most_tokens(one) + more)
                 added.append(more)
+                self._seen += bool(sizes)
                 digest.update(repr((one, sizes) if self.processor else one).encode())
         if bad:
             raise PromptError(f"{len(bad)} of {len(self.records)} prompts have images as follows: {bad[0]}")
@@ -206,9 +207,8 @@ class Prompts:
     def check_images(self, tokens: ImageTokens | None, model: str) -> None:
         """Errors: PromptError for images that the model, which has these `tokens` for them, does not read."""
         if self.processor is not None and tokens is None:
-            rows = sum(more > 0 for more in self._added)
             raise PromptError(
-                f"{rows} of {len(self)} prompts have images, and {model} reads text only. Use a model that reads "
+                f"{self._seen} of {len(self)} prompts have images, and {model} reads text only. Use a model that reads "
                 f"images ({', '.join(VISION_FAMILIES)}), or give PromptLoader(tokenizer=) in place of processor=."
             )
         if self.processor is not None and tokens is not None:

@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 import hybridflow as hf
 from hybridflow.algorithms.masked import token_column
+from hybridflow.cluster.batch_records import BatchRecord
 from hybridflow.data.image_processor import EncodedImage
 from hybridflow.data.prompts import PromptSource
 from hybridflow.errors import ConfigError, PromptError
@@ -74,6 +75,10 @@ def test_columns_are_those_of_the_processor_and_prompts_have_a_token_for_each_pa
         assert [one.open().tobytes() for one in batch["images"][row]] == [one.tobytes() for one in images]
     assert batch["answer"] == ["a", "b", "c"]
     assert batch["prompt"][0] == rows[0]["prompt"]
+    BatchRecord("actor", "generate_sequences", 1, batch, batch).write(model / "record")
+    kept = BatchRecord.read(model / "record").prompts
+    assert kept.equal(batch)
+    assert isinstance(kept["images"][0][0], EncodedImage)
     assert token_column(batch, PIXELS).dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = tokenizer.decode(token_column(batch, "prompt_ids").row(0))
