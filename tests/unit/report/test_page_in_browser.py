@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
+from hybridflow.data.image_processor import EncodedImage, thumbnail
 from hybridflow.tracking.report import page as pages
 from hybridflow.tracking.report.limits import Limit
 from hybridflow.tracking.report.page import write_report
 from tests.example_runs import HOSTILE, write_run
 from tests.headless_browser import Page, find_browser, open_browser
+from tests.vision_models import noise
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
 KINDS = ("call", "transfer", "wait", "switch", "stage")
@@ -174,3 +177,16 @@ def test_a_run_with_metrics_alone_has_a_page(browser, tmp_path):
     browser.open(write_report(tmp_path))
     assert browser.problems == []
     assert browser.run("[...document.querySelectorAll('h2')].map(one => one.textContent)") == ["Curves"]
+
+
+def test_images_stand_beside_samples_and_no_other_address_is_read(browser, tmp_path):
+    noise(0, 20, 30).save(made := BytesIO(), "PNG")
+    picture = thumbnail(EncodedImage(made.getvalue()))
+    row = {"step": 1, "title": "samples", "group": 0, "prompt": "How many?", "response": "3", "rewards": 1.0}
+    lines = [row | {"images": [picture, "https://example.org/a.png"]}, row | {"images": []}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    browser.problems.clear()
+    browser.open(write_report(tmp_path))
+    browser.run("document.querySelector('#samples tbody tr').click()")
+    assert browser.problems == []
+    assert browser.run("[...document.images].map(one => [one.src, one.naturalWidth])") == [[picture, 30]] * 2
