@@ -15,7 +15,7 @@ from hybridflow.cli.new_run import recipes_directory, write_recipe
 from hybridflow.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = {"arithmetic.py", "scorers.py", "settings.py", "sizes.py", "small_model.py", "task.py"}
+HELPERS = {"arithmetic.py", "made_files.py", "scorers.py", "settings.py", "sizes.py", "small_model.py", "task.py"}
 
 
 def run(home: Path, path: str, *arguments: str) -> str:
