@@ -62,9 +62,9 @@ def estimate_rank(
 ) -> dict[str, CallEstimate]:
     """Each of `calls` on this rank.
 
-    Of a pass of many micro-batches two times as many as there are pipeline stages run, since peaks do not grow after
-    these; FLOP and collectives of the others are added as of those. Errors: ConfigError in a process that is part of
-    a torch world, and those of the engine.
+    Of a pass of many micro-batches twice as many as there are pipeline stages run, and at least four, whose rotations
+    Megatron keeps, since peaks do not grow after these; FLOP and collectives of the others are added as of those.
+    Errors: ConfigError in a process that is part of a torch world, and those of the engine.
     """
     device, found = FakeDevice(), dict[str, CallEstimate]()
     with device.rank(role, rank, grid) as context:
@@ -102,10 +102,10 @@ class _Counted:
         self.loss: Any = policy_loss() if engine.spec.head == "lm" else value_loss()
 
     def estimate(self) -> CallEstimate:
-        few, many, total = self.engine.grid.p, 2 * self.engine.grid.p, len(self.parts)
+        few, many, total = self.engine.grid.p, max(4, 2 * self.engine.grid.p), len(self.parts)
         peak, flops, collectives = self._run(many)
         if many < total:  # the difference of two passes is what more micro-batches would add
-            more = (total - many) / few
+            more = (total - many) / (many - few)
             _, less, before = self._run(few)
             flops += more * (flops - less)
             for kind, (count, size) in list(collectives.items()):

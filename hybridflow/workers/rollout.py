@@ -109,8 +109,7 @@ class RolloutWorker(RowSession, Worker):
     def generating(self, alone: bool = False) -> Iterator[Generation]:
         del alone
         with self.resident():
-            if self.engine.asleep:
-                self.engine.wake()
+            self.engine.wake()
             with self.context.stage("generation"):
                 yield self.rollout
 

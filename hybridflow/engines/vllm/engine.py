@@ -442,8 +442,7 @@ class VLLMEngine:
             return
         self._image.wakes_up()
         try:
-            lacking = self._groups.attempt(self._restore)
-            if lacking is not None and self._image.waits:
+            if (lacking := self._groups.attempt(self._restore)) is not None and self._image.waits:
                 logger.warning("device memory lacks room for the KV cache of unfinished rows: it is computed again")
                 self._cache.release()
                 self._loop.rest(self._loop.admitted)

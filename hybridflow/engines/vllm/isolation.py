@@ -230,8 +230,6 @@ def _apply(
 # Process groups
 
 _GLOBALS = ("_WORLD", "_TP", "_ETP", "_PP", "_DCP", "_PCP", "_DP", "_EP", "_INNER_DP_WORLD", "_NODE_COUNT")
-
-
 # What the allocators of a device and of the host say, and the errors that are named so.
 _LACKING = re.compile("out of memory|(can't|not enough|not able to) (allocate )?memory|MemoryError", re.IGNORECASE)
 
