@@ -12,17 +12,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridflow.environments.rendering import ContextFullError, Message
 from hybridflow.errors import HybridFlowError, PromptError, nearest
 
 if TYPE_CHECKING:
     from aiohttp.web import Request, StreamResponse
-
-    from hybridflow.environments.conversation import Conversation
 
 _SAMPLING = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words")
 _SAMPLING += ("stop_token_ids", "logit_bias", "ignore_eos")  # as in `hf.Sampling`
@@ -55,16 +53,20 @@ class _UnsupportedError(PromptError):
         self.parameter = name
 
 
+class _Answering(Protocol):
+    async def answer(self, messages: Sequence[Message], tools: Sequence[Any] = (), **sampling: Any) -> Any: ...
+
+
 class Endpoint:
     """Serves the conversations that are open, each by a key of its own, in `loop`; begins with the first."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._lock = loop, threading.Lock()
-        self._open: dict[str, Conversation] = {}
+        self._open: dict[str, _Answering] = {}
         self._socket: socket.socket | None = None
         self._serving: Future[None] | None = None
 
-    def open(self, conversation: Conversation) -> tuple[str, str]:
+    def open(self, conversation: _Answering) -> tuple[str, str]:
         """The base URL, and the key of this conversation; from any thread."""
         with self._lock:
             if self._socket is None:
