@@ -106,7 +106,7 @@ def test_work_grows_with_micro_batches_that_are_not_run():
     few, many = found["4"], found["16"]
     assert many.flops == pytest.approx(4 * few.flops, rel=1e-6)
     assert many.held == few.held
-    assert many.active == pytest.approx(few.active, rel=1e-5)  # row ids
+    assert many.active == pytest.approx(few.active, rel=1e-4)  # token ids of more rows
     assert few.collectives["all-gather"][0] < many.collectives["all-gather"][0] <= 4 * few.collectives["all-gather"][0]
     assert many.collectives["reduce-scatter"] == few.collectives["reduce-scatter"]  # once for a mini-batch
     layer = sum(math.prod(shape) for shape in spec.layer_tensors(0).values() if len(shape) > 1)
