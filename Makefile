@@ -4,7 +4,7 @@ SEED ?= 1
 SEEDS ?= 1
 TESTS ?= tests
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 MARKED ?= not slow
 
 PY := .venv/bin/python
@@ -27,7 +27,7 @@ PYTEST = -m pytest -q --durations=15 --timeout=300 --numprocesses=$(WORKERS) --d
 help:
 	@echo "make quickstart [SEED=1]    PPO on a small model, start to finish, on this machine"
 	@echo "make recipes [SEEDS='1 2 3']  every recipe on that model, and a table of what each reached"
-	@echo "make test [TESTS=path] [WORKERS=2] [ARGS=...]   the tests (pytest) that are not slow, on two processes"
+	@echo "make test [TESTS=path] [WORKERS=3] [ARGS=...]   the tests (pytest) that are not slow, on three processes"
 	@echo "make test-cuda [TESTS=path]   tests/gpu on a GPU, or on emulated CUDA (2.1 GB, needs g++)"
 	@echo "make test-cuda-ranks        the contract suites of engines on CUDA, on up to six devices"
 	@echo "make test-all               all of them"

@@ -32,6 +32,7 @@ def model(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, make_vision(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_frozen_tower_has_no_state_and_stays(processes, model, tmp_path, strategy):
     (kind, path), (given, ranks) = model, STRATEGIES[strategy]

@@ -51,6 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return kind, path, found
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_computes_and_trains_as_transformers_does(processes, model, tmp_path, strategy):
     (kind, path, want), (given, ranks) = model, STRATEGIES[strategy]

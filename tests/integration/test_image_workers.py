@@ -157,6 +157,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("train", RESUMED)
 def test_training_continues_bitwise_from_a_checkpoint(pool, place, no_parts, tmp_path, train):
     """Two updates, and one each before and after a checkpoint: equal weights; and nearly equal ones after a move to
