@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.lazy_names import LazyNames
+from hybridflow.lazy_names import LazyNames as _LazyNames
 
 if TYPE_CHECKING:
     from hybridflow import algorithms as algorithms
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from hybridflow.workers.rollout import RolloutWorker as RolloutWorker
     from hybridflow.workers.worker import Worker as Worker
 
-_names = LazyNames(__name__)  # as type checkers read them above
+_names = _LazyNames(__name__)  # as type checkers read them above
 _NAMESPACES = [name for name, module in _names.modules.items() if module == __name__]
 __dir__, __all__ = _names.listed, [*_names.modules]
 __version__ = "0.1.0"

@@ -20,7 +20,7 @@ class LazyNames:
         self.modules = {
             name.name: str(line.module)
             for line in ast.walk(ast.parse(Path(str(self._package.__file__)).read_bytes()))
-            if isinstance(line, ast.ImportFrom) and str(line.module).startswith(package)
+            if isinstance(line, ast.ImportFrom) and str(line.module).startswith(package) and line.module != __name__
             for name in line.names
         }
 

@@ -244,7 +244,7 @@ class Host:
     def _sending(self, member: Member, call: RankCall) -> Callable[[Iterator[int]], None] | None:
         """`RankContext.send_beside` of a call."""
         seq, task = self._following
-        if call.seq != seq or not isinstance(channel := self._channels[task.channel], WeightChannel):
+        if call.seq != seq or not isinstance(channel := self._channels.get(task.channel), WeightChannel):
             return None
         return partial(channel.send_beside, task, member, partial(self._failure, member, task.method, None))
 

@@ -46,6 +46,7 @@ _LOOK_AGAIN_SECONDS = 1.0
 _AT_ONCE = 64  # processes that are asked at a time
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _COLLECTIVE = ("/torch/distributed/", "/engine3d/transfer/", "/pipeline_parallel/p2p_communication.py")
+_COLLECTIVE += ("/engine3d/overlapped_move.py",)
 _COLLECTIVE += ("/engines/megatron/messages.py", "/engines/pipeline_turn.py", "/cluster/control_tree.py")
 SILENT = "no answer from its process, which is stopped, hangs, or cannot be reached"
 ASK, WATCH, STACKS, LOST, ISSUED = b"a", b"w", b"s", b"l", b"i"

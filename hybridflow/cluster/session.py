@@ -105,9 +105,12 @@ class Session:
             Session.assignment = before
 
     def check_assignment(self) -> None:
-        """Once all groups are placed. Errors: PlacementError for a group of `assignment` that is not."""
-        if self.assignment is not None:
-            self.assignment.check_placed(self.assigned | self.groups.keys())
+        """Once groups are placed: warn of those of `assignment` that are not. Results are there by now."""
+        try:
+            if self.assignment is not None:
+                self.assignment.check_placed(self.assigned | self.groups.keys())
+        except PlacementError as error:
+            logger.warning("%s", error)
 
     @property
     def iterations(self) -> Any:

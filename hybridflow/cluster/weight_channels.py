@@ -41,7 +41,7 @@ from hybridflow.engine3d.plan import WeightPlan, plan
 from hybridflow.engines import process_groups
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.errors import LayoutError, WaitTimeoutError
+from hybridflow.errors import ConfigError, LayoutError, WaitTimeoutError
 
 WEIGHTS = "weights"
 """The payload of `sync_weights`; any other is a kind of optimizer state."""
@@ -201,10 +201,18 @@ class WeightChannel:
         self, task: TransferTask, sender: Member, failed: Callable[[Exception], Failure], steps: Iterable[int]
     ) -> None:
         """Send each part of the weights while the optimizer `steps` further ones; `run` then returns what came of it.
-        Errors: those of `steps`; the parts that they leave out travel as they are."""
+        Errors: those of `steps`; the parts that they leave out travel as they are; ConfigError the second time."""
+        if task.seq in self._sent:
+            raise ConfigError(
+                "an update stepped again after its weights had left for hf.sync_weights, which would not have the last "
+                "step. With overlap=True make one update in a call."
+            )
 
         def send(parts: Iterator[Final]) -> None:
-            self._sent[task.seq] = self.run(task, None, sender, None, failed, parts)
+            try:
+                self._sent[task.seq] = self.run(task, None, sender, None, failed, parts)
+            except Exception as error:  # of the move, not of the step
+                self._sent[task.seq] = failed(error)
 
         beside(steps, send, self.device)
 
@@ -305,11 +313,14 @@ class WeightChannel:
             self.received = moves.received_bytes - before
             if parts is not None and sender is not None:
                 sender.worker.weights_storage()  # raises if the step has broken the model
-            if receiver is not None and payload == WEIGHTS:
-                receiver.worker.on_weights_loaded()
         except Exception as error:
             mine = failed(error)
         total = {}
+        try:
+            if payload == WEIGHTS and (mine := self._agree(mine)) is None and receiver is not None:
+                receiver.worker.on_weights_loaded()  # averages and versions count what has arrived everywhere
+        except Exception as error:
+            mine = mine or failed(error)
         try:
             if (failure := self._agree(mine)) is None:
                 total = self._total(self.received, time.monotonic() - start)
@@ -439,12 +450,18 @@ class WeightChannels:
             if by_parts and setup is None and (update := held.alone(source.key)) is not None:
                 for host in source.hosts:
                     host.handle.follow.remote(update, task)
-            held.send()
+            unsent: Exception | None = None
+            try:
+                held.send()
+            except Exception as error:  # the receivers of what a held update sends have to be there all the same
+                unsent = error
             for (host, _), at in zip(channel.hosts, self._origins(channel, method), strict=True):
                 ref, status = host.handle.transfer.remote(task, setup)
                 issued.statuses.append(RankOutput(status, None, at, issued, host.address))
                 results.append(RankOutput(ref, None, at, issued, host.address))
             self._iterations.issued(issued.statuses)
+        if unsent is not None:
+            raise unsent
         channel.known.add(payload)
         channel.last = issued
         return Future(tuple(results[:1]))

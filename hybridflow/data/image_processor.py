@@ -14,6 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -28,7 +29,8 @@ MOST_PIXELS = 1 << 26
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """How files end that are whole; one that does not is decoded to find out."""
 _THUMBNAIL = 96  # pixels of the longer side
-_PLAIN = ("1", "L", "LA", "P", "RGB", "RGBA")  # modes of images that a PNG has
+_WIDE = ("I", "F")  # modes of numbers of any range
+_PLAIN = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes of images that a PNG has
 _PROCESSORS = "of a model that reads images: " + ", ".join(VISION_FAMILIES)
 
 
@@ -36,8 +38,15 @@ class EncodedImage(bytes):
     """The bytes of an image's file, as the column `images` has them."""
 
     def open(self) -> Image.Image:
-        """In RGB, turned as the file says. Errors: those of PIL."""
-        return ImageOps.exif_transpose(Image.open(BytesIO(self))).convert("RGB")
+        """In RGB, turned as the file says, what is transparent on white, of 16 bits of grey the upper ones. Errors:
+        those of PIL."""
+        image = ImageOps.exif_transpose(Image.open(BytesIO(self)))
+        if image.mode.startswith("I;16"):
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        if image.has_transparency_data:
+            ground = Image.new("RGBA", image.size, "white")
+            return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+        return image.convert("RGB")
 
 
 def thumbnail(image: EncodedImage) -> str:
@@ -141,9 +150,9 @@ class ImageProcessor:
             image = image.get("bytes") or image.get("path")
         if isinstance(image, Image.Image):
             with _explained(where, image):
-                (image if image.mode in _PLAIN else image.convert("RGB")).save(
-                    made := BytesIO(), "PNG", compress_level=1
-                )
+                turned = ImageOps.exif_transpose(image)
+                plain = turned if turned.mode in _PLAIN else turned.convert("RGB")
+                plain.save(made := BytesIO(), "PNG", compress_level=1)
             made.seek(0)
             return made
         if isinstance(image, bytes | bytearray):
@@ -168,6 +177,8 @@ class ImageProcessor:
 
     def _bounded(self, where: str, image: Image.Image) -> tuple[int, int]:
         width, height = image.size
+        if image.mode in _WIDE:
+            raise PromptError(f"{where} has mode {image.mode!r}, whose range is not known. Give 8 or 16 bits.")
         if width * height > self.most_pixels:
             raise PromptError(
                 f"{where} has {width} x {height} pixels, and max_image_pixels={self.most_pixels}. Scale it down, or "

@@ -375,14 +375,14 @@ def other_token(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> s
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # a token that only one of them adds, such as one for padding, has no other meaning in the other
-    odd = {token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)}
-    odd |= {token for token, at in added.items() if also.get(token, at) != at}
+    here, there = (own | added, theirs | also)
+    odd = {token for token in own.keys() | theirs.keys() if here.get(token) != there.get(token)}
+    odd |= {token for token, at in added.items() if there.get(token, at) != at}
     if not odd:
-        by_id = {at: token for token, at in also.items()}
+        by_id = {at: token for token, at in there.items()}
         odd = {token for token, at in added.items() if by_id.get(at, token) != token}
     if not odd:
         return None
-    here, there = (own | added, theirs | also)
     token = min(odd)
     return f"{token!r} is token {there.get(token)} there and {here.get(token)} here"
 

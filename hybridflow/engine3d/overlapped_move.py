@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -37,7 +38,8 @@ def beside(steps: Iterable[int], move: Callable[[Iterator[Final]], T], device: t
     for which the last step was over and it was not. `steps` is always exhausted. Errors: its own, then those of
     `move`."""
     parts: SimpleQueue[Final | None] = SimpleQueue()
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
+    device_of = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread begins with 0
+    with ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=device_of) as helper:
         moving = helper.submit(move, iter(parts.get, None))
         try:
             for part in steps:

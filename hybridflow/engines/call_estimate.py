@@ -102,11 +102,14 @@ class _Counted:
         self.loss: Any = policy_loss() if engine.spec.head == "lm" else value_loss()
 
     def estimate(self) -> CallEstimate:
-        few, many, total = self.engine.grid.p, max(4, 2 * self.engine.grid.p), len(self.parts)
-        peak, flops, collectives = self._run(many)
-        if many < total:  # the difference of two passes is what more micro-batches would add
+        stages, total = self.engine.grid.p, len(self.parts)
+        least = max(4, 2 * stages)  # rows are split into two for each stage at least, however few they are
+        taken = least + max(2, stages // 2)
+        many, few = self._made(taken), self._made(least)
+        peak, flops, collectives = self._run(taken)
+        if few < many < total:  # the difference of two passes is what more micro-batches would add
             more = (total - many) / (many - few)
-            _, less, before = self._run(few)
+            _, less, before = self._run(least)
             flops += more * (flops - less)
             for kind, (count, size) in list(collectives.items()):
                 fewer, smaller = before.get(kind, (0.0, 0.0))
@@ -115,11 +118,18 @@ class _Counted:
         found = {kind: (times * count, times * size) for kind, (count, size) in collectives.items()}
         return CallEstimate(dict(self.held), peak - sum(self.held.values()), times * flops, found)
 
+    def _rows(self, count: int) -> list[tuple[int, int]]:
+        """Those of the `count` largest micro-batches."""
+        return [self.asked.rows[at] for part in self.parts[:count] for at in part.tolist()]
+
+    def _made(self, count: int) -> int:
+        """How many micro-batches the engine makes of them."""
+        return len(self.engine.tokens.split.rows(torch.tensor([sum(row) for row in self._rows(count)])))
+
     def _run(self, count: int) -> tuple[int, float, dict[str, tuple[float, float]]]:
-        """Peak bytes, FLOP and collectives with `count` micro-batches."""
+        """Peak bytes, FLOP and collectives with the `count` largest micro-batches."""
         device, engine = self.device, self.engine
-        rows = [self.asked.rows[at] for part in self.parts[:count] for at in part.tolist()]
-        batch = asked_rows(rows, engine.spec)
+        batch = asked_rows(self._rows(count), engine.spec)
         device.restart()
         if self.asked.kind == "inference":
             engine.forward(batch, ("log_probs",) if engine.spec.head == "lm" else ("values",))

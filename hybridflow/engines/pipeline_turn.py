@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hybridflow.engine3d.copy_stream import reached_by
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.errors import ConfigError
 from hybridflow.planner.pipeline.schedule import Instruction
 
 T = TypeVar("T")
@@ -69,7 +70,13 @@ class PipelineTurn:
     # The update's thread
 
     def announce(self, micro_batches: Sequence[int], cost: float) -> None:
-        """What the update will train, before its first mini-batch, or compute."""
+        """What the update will train, before its first mini-batch, or compute. Errors: ConfigError the second time:
+        its passes would be in no schedule."""
+        if self.announced is not None:
+            raise ConfigError(
+                "an update that shares stages announced its mini-batches twice. Call a method that updates twice "
+                "outside of hf.together and time_sharing=True, or make two calls of it."
+            )
         self.announced = Announced(tuple(micro_batches), cost, self._trains)
 
     def takes_forwards(self) -> bool:

@@ -10,7 +10,8 @@ transitions, weight syncs and recomputed caches, moves of devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,12 @@ def as_loop(graph: Graph, group: str | None = None, ahead: int = 0, continuous: 
     return replace(graph, calls=made, edges=tuple(edges), models=models, offload=waits)
 
 
+def _free_names(graph: Graph) -> Iterator[str]:
+    """Names of a group of its own for generation."""
+    taken = {call.group for call in graph.calls}
+    return (name for name in (ROLLOUT, *(f"{ROLLOUT}_{at}" for at in itertools.count(2))) if name not in taken)
+
+
 def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness: int | None = None) -> list[LoopPrice]:
     """The four loops, in the order above. `own` is the placement of the graph as it is; `staleness` bounds split and
     streamed (None: that of the loop, at least 1)."""
@@ -76,7 +83,7 @@ def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness
     except PlacementError as error:
         return [LoopPrice(name, against=str(error)) for name in ("colocated", "split", "streamed", "elastic")]
     bound = max(1, calls[0].ahead) if staleness is None else staleness
-    apart = calls[0].group if calls[0].group != trained else ROLLOUT
+    apart = calls[0].group if calls[0].group != trained else next(iter(_free_names(costs.graph)))
 
     def placed(name: str, graph: Graph, *more: Constraint) -> LoopPrice:
         calls, _ = generating_calls(graph)

@@ -190,6 +190,8 @@ class AutoDriver:
         if (session := Session.existing()) is not None and session.traces:  # an outer trace plans for it
             return driver()
         if Session.assignment is not None:  # and an outer placement holds for it
+            if self.placement is not None:
+                logger.warning("%s has a placement of its own, which gives way to the outer one", self.driver)
             return driver()
         placement = self.placement or plan_driver(driver, **self.options)
         logger.info("%s runs as planned:\n%s", getattr(self.driver, "__name__", self.driver), placement)

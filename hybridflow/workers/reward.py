@@ -231,7 +231,7 @@ def _opened(images: Any) -> Any:
     """The images of a row, of which a loader with a processor has kept the files, as images of PIL."""
     if isinstance(images, list):
         return [one.open() if isinstance(one, EncodedImage) else one for one in images]
-    return images
+    return [] if images is None else images
 
 
 def _check(name: str, role: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, device_type: str) -> None:

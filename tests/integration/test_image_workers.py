@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -219,6 +220,15 @@ def test_adapters_are_of_the_language_part(pool, place, tmp_path):
     adapters = load_file(Path(actor.save(tmp_path / "adapters")) / "adapter_model.safetensors")
     assert adapters
     assert not any("visual" in name for name in adapters)
+    plain = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    read = dict(PeftModel.from_pretrained(plain, tmp_path / "adapters").named_parameters())
+    found = {name.replace(".default", ""): value for name, value in read.items() if "lora_" in name}
+    assert found.keys() == adapters.keys()
+    assert all(torch.equal(found[name], value) for name, value in adapters.items())
+    again = hf.LoRA(rank=4, alpha=8, start=tmp_path / "adapters")
+    other = place(hf.ActorWorker, pool[0:1], name="other", model=model, train=hf.FSDP(lora=again), optim=hf.SGD(lr=0.5))
+    kept = load_file(Path(other.save(tmp_path / "again")) / "adapter_model.safetensors")
+    assert all(torch.equal(kept[name], value) for name, value in adapters.items())
     merged = load_file(Path(actor.save(tmp_path / "merged", merged=True)) / "model.safetensors")
     before = load_file(model / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], merged[name])}

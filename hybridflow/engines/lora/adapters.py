@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +29,17 @@ from hybridflow.config import DType, LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
 from hybridflow.engines.checkpoint.writer import save_tensors, writing
-from hybridflow.engines.lora.targets import ALL, module_names, modules, parts, suffixes
+from hybridflow.engines.lora.targets import ALL, adapter_names, module_names, modules, parts, suffixes
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model
+from hybridflow.models.images import VISION_TOWER
 from hybridflow.models.spec import check_no_code
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
+_TOWER = re.escape(VISION_TOWER) + ".*"  # what encodes images has no adapters
 _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other values change what it computes
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -46,10 +49,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other va
     **dict.fromkeys(
         (
             *("rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices", "target_parameters"),
-            *("layer_replication", "exclude_modules", "megatron_config", "alora_invocation_tokens"),
+            *("layer_replication", "megatron_config", "alora_invocation_tokens"),
         ),
         (None, {}, []),
     ),
+    "exclude_modules": (None, [], _TOWER),
 }
 
 
@@ -85,9 +89,9 @@ class Adapters:
         """Initial values: those of `lora.start`, or A uniform in +-1/sqrt(I) (as peft) and B zero, which leaves the
         model's outputs unchanged; independent of the sharding."""
         if self.lora.start is not None:
-            entries = check_adapters(self.lora.start, self.layout.tensors)
+            entries = check_adapters(self.lora.start, self.layout.tensors, self.spec, self.lora)
             for region in self.layout.regions(self._context.rank):
-                read_boxes(entries[PREFIX + region.box.tensor], (region,), self.storage)
+                read_boxes(entries[region.box.tensor], (region,), self.storage)
             return
         for region in self.layout.regions(self._context.rank):
             if region.box.tensor.endswith(".lora_A.weight"):
@@ -168,10 +172,12 @@ class Adapters:
             with writing(directory / CONFIG):
                 (directory / CONFIG).write_bytes(self.config(base))
 
-        def regions(rank: int) -> list[Region]:
-            return [replace(r, box=replace(r.box, tensor=PREFIX + r.box.tensor)) for r in self.layout.regions(rank)]
+        names = _saved_names(self.layout.tensors, self.spec, self.lora)
 
-        tensors = {PREFIX + name: shape for name, shape in self.layout.tensors.items()}
+        def regions(rank: int) -> list[Region]:
+            return [replace(r, box=replace(r.box, tensor=names[r.box.tensor])) for r in self.layout.regions(rank)]
+
+        tensors = {names[name]: shape for name, shape in self.layout.tensors.items()}
         renamed = Layout(tensors, self.layout.ranks, regions, self.layout.part)
         who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
         kind: torch.dtype = getattr(torch, dtype or "float32")
@@ -188,6 +194,7 @@ class Adapters:
             lora_alpha=lora.alpha,  # type: ignore[arg-type]
             lora_dropout=lora.dropout,
             target_modules=suffixes(self._modules) if lora.targets == (ALL,) else list(lora.targets),
+            exclude_modules=_TOWER if self.spec.images else None,
             modules_to_save=["score"] if value else None,
             task_type="SEQ_CLS" if value else "CAUSAL_LM",
             base_model_name_or_path=str(base),
@@ -253,18 +260,29 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
         raise CheckpointError(f"{path} has no adapters that can be trained on: {error}") from None
 
 
-def check_adapters(directory: str | os.PathLike[str], tensors: Mapping[str, tuple[int, ...]]) -> Mapping[str, Entry]:
-    """The entries of the file. Errors: CheckpointError when `tensors` are missing or of other shapes."""
+def _saved_names(tensors: Iterable[str], spec: Decoder, lora: LoRA) -> dict[str, str]:
+    """By canonical tensor its name in peft's file, which has those of modules in transformers' model."""
+    own = {saved: here for here, saved in adapter_names(spec, lora).items()}
+    return {name: PREFIX + own.get(name, name) for name in tensors}
+
+
+def check_adapters(
+    directory: str | os.PathLike[str], tensors: Mapping[str, tuple[int, ...]], spec: Decoder, lora: LoRA
+) -> Mapping[str, Entry]:
+    """The entries of the file by canonical `tensors`. Errors: CheckpointError when some are missing or of other
+    shapes."""
     file = Path(directory) / WEIGHTS
     if not file.is_file():
         raise CheckpointError(f"{directory} has no {WEIGHTS}: save the adapters with peft's save_pretrained.")
     entries = read_header(file)
-    for name, asked in tensors.items():
-        entry = entries.get(PREFIX + name)
-        if entry is None or entry.shape != tuple(asked):
+    own = dict[str, Entry]()
+    for canonical, name in _saved_names(tensors, spec, lora).items():
+        entry, asked = entries.get(name), tuple(tensors[canonical])
+        if entry is None or entry.shape != asked:
             found = f"of shape {entry.shape}" if entry else f"not, but {', '.join(sorted(entries)[:2])}"
-            raise CheckpointError(f"{file} should have {PREFIX}{name} {tuple(asked)} and has it {found}.")
-    return entries
+            raise CheckpointError(f"{file} should have {name} {asked} and has it {found}.")
+        own[canonical] = entry
+    return own
 
 
 # Injection

@@ -124,7 +124,11 @@ def memory(
     """
     if eager:
         return Residency(tensors, model_runner(core).device, kept=shared)
-    buffers = dict(model_runner(core).model.named_buffers()) if tag == "weights" else {}
+    model = model_runner(core).model
+    buffers = dict(model.named_buffers()) if tag == "weights" else {}
+    if tag == "weights":  # Qwen3-VL adds them to hidden states, also those of no image, which are zero
+        levels = getattr(model, "deepstack_input_embeds", None) or ()
+        buffers |= {f"deepstack_input_embeds.{at}": level for at, level in enumerate(levels)}
     return PooledMemory(tensors, buffers, lambda: _unmap(tag), lambda: _map_back(tag))
 
 

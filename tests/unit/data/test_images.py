@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,8 +18,9 @@ from transformers import AutoImageProcessor, AutoTokenizer
 import hybridflow as hf
 from hybridflow.algorithms.masked import token_column
 from hybridflow.cluster.batch_records import BatchRecord
-from hybridflow.data.image_processor import EncodedImage
+from hybridflow.data.image_processor import EncodedImage, ImageProcessor, load_image_processor
 from hybridflow.data.prompts import PromptSource
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, PromptError
 from hybridflow.models.images import GRIDS, PIXELS, ImageTokens
 from hybridflow.models.spec import read_config
@@ -219,6 +221,32 @@ def test_processors_without_images_and_of_other_models_are_refused(model, rows, 
     (own / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.5] * 3}))
     with pytest.raises(PromptError, match=r"it has image_mean=\[0.48"):
         prompts.check_images(ImageTokens.of(read_config(own)), str(own))
+
+
+def test_grey_of_16_bits_is_scaled_and_what_is_transparent_is_white(model, tmp_path):
+    def pixels(image: Image.Image) -> list[tuple[int, ...]]:
+        (row,) = ImageProcessor(load_image_processor(model), load_tokenizer(model)).read("row 0", image)
+        seen = row.open()
+        assert seen.mode == "RGB"
+        return [seen.getpixel((at, 0)) for at in (0, 1)]
+
+    grey = Image.fromarray(np.array([[0x0180, 0xFFFF]], dtype=np.uint16))
+    assert pixels(grey) == [(1, 1, 1), (255, 255, 255)]
+    clear = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    clear.putpixel((1, 0), (9, 8, 7, 255))
+    assert pixels(clear) == [(255, 255, 255), (9, 8, 7)]
+    for image in (Image.new("F", (40, 40)), Image.new("I", (40, 40))):
+        with pytest.raises(PromptError, match="whose range is not known"):
+            PromptSource([{"prompt": said(PART), "images": image}], batch_size=1, processor=model)
+
+
+def test_an_image_of_pil_is_turned_as_its_file(model, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    noise(0, 40, 60).save(tmp_path / "turned.jpg", exif=exif)
+    read = ImageProcessor(load_image_processor(model), load_tokenizer(model)).read
+    path, image = tmp_path / "turned.jpg", Image.open(tmp_path / "turned.jpg")
+    assert read("row", path)[0].open().size == read("row", image)[0].open().size
 
 
 def test_images_in_other_modes_and_turned_ones_are_read_as_pil_shows_them(model):
