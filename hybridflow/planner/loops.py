@@ -11,7 +11,7 @@ transitions, weight syncs and recomputed caches, moves of devices."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -69,10 +69,10 @@ def as_loop(graph: Graph, group: str | None = None, ahead: int = 0, continuous: 
     return replace(graph, calls=made, edges=tuple(edges), models=models, offload=waits)
 
 
-def _free_names(graph: Graph) -> Iterator[str]:
-    """Names of a group of its own for generation."""
+def _free_name(graph: Graph) -> str:
+    """Of a group of its own for generation."""
     taken = {call.group for call in graph.calls}
-    return (name for name in (ROLLOUT, *(f"{ROLLOUT}_{at}" for at in itertools.count(2))) if name not in taken)
+    return next(name for at in itertools.count(1) if (name := ROLLOUT if at == 1 else f"{ROLLOUT}_{at}") not in taken)
 
 
 def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness: int | None = None) -> list[LoopPrice]:
@@ -83,7 +83,7 @@ def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness
     except PlacementError as error:
         return [LoopPrice(name, against=str(error)) for name in ("colocated", "split", "streamed", "elastic")]
     bound = max(1, calls[0].ahead) if staleness is None else staleness
-    apart = calls[0].group if calls[0].group != trained else next(iter(_free_names(costs.graph)))
+    apart = calls[0].group if calls[0].group != trained else _free_name(costs.graph)
 
     def placed(name: str, graph: Graph, *more: Constraint) -> LoopPrice:
         calls, _ = generating_calls(graph)
