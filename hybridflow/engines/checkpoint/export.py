@@ -35,8 +35,9 @@ from hybridflow.engines.checkpoint.writer import (
     write_beside,
     write_files,
 )
-from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
+from hybridflow.engines.lora.adapters import CONFIG, PREFIX, TOWER, WEIGHTS
 from hybridflow.errors import CheckpointError, ConfigError, nearest
+from hybridflow.models.images import LANGUAGE_MODEL
 
 logger = logging.getLogger(__name__)
 _KINDS = ("main", "weights")  # those that contain parameters
@@ -129,7 +130,10 @@ def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTens
     known = {name: saved.dtypes.get(name, saved.dtypes.get("", "F32")) for name in shapes}
     dtypes = saved_dtypes(known, dtype, config)
     prefix = PREFIX if CONFIG in beside else ""
-    named = {prefix + name: name for name in shapes}
+    reads_images = bool(prefix) and json.loads(beside[CONFIG]).get("exclude_modules") == TOWER
+    decoder, layers = f"{LANGUAGE_MODEL}.layers.", "model.layers."  # in files of Qwen2.5-VL
+    renamed = {name: name.replace(layers, decoder, 1) if name.startswith(layers) else name for name in shapes}
+    named = {prefix + (renamed[name] if reads_images else name): name for name in shapes}
     nbytes = {new: math.prod(shapes[name]) * dtypes[name].itemsize for new, name in named.items()}
     files = {WEIGHTS: list(named)} if prefix else file_contents(nbytes, len(saved.ranks))
     kind = next(kind for kind in _KINDS if kind in saved.kinds)

@@ -39,7 +39,7 @@ from hybridflow.models.spec import check_no_code
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
-_TOWER = re.escape(VISION_TOWER) + ".*"  # what encodes images has no adapters
+TOWER = re.escape(VISION_TOWER) + ".*"  # what encodes images has no adapters
 _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other values change what it computes
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -53,7 +53,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other va
         ),
         (None, {}, []),
     ),
-    "exclude_modules": (None, [], _TOWER),
+    "exclude_modules": (None, [], TOWER),
 }
 
 
@@ -194,7 +194,7 @@ class Adapters:
             lora_alpha=lora.alpha,  # type: ignore[arg-type]
             lora_dropout=lora.dropout,
             target_modules=suffixes(self._modules) if lora.targets == (ALL,) else list(lora.targets),
-            exclude_modules=_TOWER if self.spec.images else None,
+            exclude_modules=TOWER if self.spec.images else None,
             modules_to_save=["score"] if value else None,
             task_type="SEQ_CLS" if value else "CAUSAL_LM",
             base_model_name_or_path=str(base),
