@@ -16,10 +16,11 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.data.tokenizer import Tokenizer, check_messages, has_tokenizer, load_tokenizer, plain_messages
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, nearest
+from hybridflow.models.images import GRIDS
 from hybridflow.settings import require
 
 Template = Literal["auto", "plain", "chat"]
-TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "finished?", "row_id?")
+TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "finished?", "row_id?", f"{GRIDS}?")
 """Columns of rows that are re-tokenised."""
 
 
@@ -99,8 +100,14 @@ class Retokenizer:
 
     def __call__(self, batch: Batch) -> Batch:
         """`prompt_ids` ragged [B, S] int64 with whole rows in the reward model's tokens, and empty `response_ids`.
-        Errors: RewardError naming the row, for messages that cannot be rendered, no tokens, or too many.
+        Errors: RewardError naming the row, for messages that cannot be rendered, no tokens, or too many; ConfigError
+        for rows with images.
         """
+        if GRIDS in batch and (seen := int((token_column(batch, GRIDS).lengths > 0).sum())):
+            raise ConfigError(
+                f"{seen} of {len(batch)} rows have images, of which a reward model with a tokenizer of its own would "
+                f"read the text only. Use a function, or a reward model of the policy's family without tokenizer=."
+            )
         rows = row_column(batch, "row_id").tolist() if "row_id" in batch else list(range(len(batch)))
         prompts, responses = self._texts(batch, "prompt"), self._texts(batch, "response")
         chat = [self.template == "chat" or not isinstance(prompt, str) for prompt in prompts]

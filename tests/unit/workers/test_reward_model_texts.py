@@ -10,6 +10,7 @@ from tokenizers import processors
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from hybridflow.errors import ConfigError
 from hybridflow.workers.reward_model import Retokenizer, Template
 from tests.example_templates import byte_tokenizer
 
@@ -49,3 +50,11 @@ def test_a_prompt_that_begins_with_the_begin_token_has_it_once(tmp_path):
     )
     raw.save_pretrained(tmp_path)
     assert texts(tmp_path, "auto", ["<s>hi", "hi"]) == ["<s>hiyes"] * 2
+
+
+def test_rows_with_images_are_refused(tmp_path):
+    byte_tokenizer("plain").save_pretrained(tmp_path)
+    none, one = (Ragged.from_lengths(torch.ones(n, 3, dtype=torch.int64), [0, n]) for n in (0, 1))
+    assert len(texts(tmp_path, "auto", ["a", "b"], image_grid_thw=none)) == 2
+    with pytest.raises(ConfigError, match="1 of 2 rows have images"):
+        texts(tmp_path, "auto", ["a", "b"], image_grid_thw=one)
