@@ -261,8 +261,8 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
 
 
 def _saved_names(tensors: Iterable[str], spec: Decoder, lora: LoRA) -> dict[str, str]:
-    """By canonical tensor its name in peft's file, which has those of modules in transformers' model."""
-    own = {saved: here for here, saved in adapter_names(spec, lora).items()}
+    """By canonical tensor its name in peft's file. Of models that read images it is that of transformers' module."""
+    own = {saved: here for here, saved in adapter_names(spec, lora).items()} if spec.images else {}
     return {name: PREFIX + own.get(name, name) for name in tensors}
 
 

@@ -87,10 +87,10 @@ def test_an_estimate_is_what_the_planner_says(case: str):
 @pytest.mark.slow
 def test_70b_takes_two_minutes_and_four_gigabytes():
     """And its activations are the planner's, also with micro-batches of a thousand tokens."""
-    start = time.monotonic()
+    start = time.process_time()
     strategy = Megatron(tp=8, pp=8, sequence_parallel=True, recompute=True, **SIZES)
     found, planned = estimated("llama3-70b", strategy, 128)
-    assert time.monotonic() - start < 120
+    assert time.process_time() - start < 120
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6  # kB, of all tests before it, too
     for kind in ("parameters", "gradients", "optimizer"):
         assert found["a.update"].held[kind] == pytest.approx(getattr(planned["a.update"], kind), rel=0.01)
