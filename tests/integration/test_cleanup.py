@@ -196,10 +196,14 @@ def check_nothing_is_left(name: str, members: dict[int, int], segments: set[str]
 
 
 @pytest.fixture(scope="module")
-def drivers(tmp_path_factory) -> Iterator[dict[str, Driver]]:
-    """One driver for each way to end, three started at a time: more of them start too slowly for Ray on two cores."""
+def drivers(tmp_path_factory, request) -> Iterator[dict[str, Driver]]:
+    """One driver for each way to end that a test asks for, three started at a time: more of them start too slowly for
+    Ray on two cores."""
+    asked = [item.callspec.params.get("end") for item in request.session.items if hasattr(item, "callspec")]
     started: dict[str, Driver] = {}
     for end in ("return", "error", "interrupt", "kill", "terminate", "terminate while building"):
+        if end not in asked:
+            continue
         if len(started) == 3:
             for driver in started.values():
                 driver.session()

@@ -74,6 +74,7 @@ def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"), num_hidden_layers=4)
 
 
+@pytest.mark.slow
 def test_training_goes_on_in_every_layout(hosts, policy, other_pool):
     """Issue 3, acceptance 6, and then to devices that share no torch world with the first ones."""
     place = {"model": policy, "train": strategy(2, 2), "optim": ADAM}

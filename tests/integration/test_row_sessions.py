@@ -129,7 +129,8 @@ class Busy(hf.ActorWorker):
         time.sleep(seconds)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("tp", [2, 1])
 def test_rows_are_decoded_until_the_weights_arrive(hosts, policy, prompts, tp):
     longer = replace(SAMPLING, max_tokens=50)
     actor = hf.place(Busy, hosts[4:5], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
@@ -209,7 +210,8 @@ def test_a_replica_gives_its_kv_cache_back_when_its_rows_have_left(rollout, prom
 KINDS: tuple[Any, ...] = ("recompute", "keep", "offload", "auto")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("tp", [2, 1])
 def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, policy, prompts, tp):
     """Of two replicas, and of one on both devices. An update between two parts of a session: without effect on the
     weights all kinds give the rows of one call; with one, keys and values that stayed give the same wherever they

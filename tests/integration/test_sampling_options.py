@@ -189,6 +189,7 @@ async def through_a_client(row: dict[str, Any], model: Any) -> float:
     return float(len(set(found["choices"][0]["message"]["content"])) == 1)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("agent", [answer, through_a_client])
 def test_turns_of_agents_have_options_of_their_own(rollout, prompts, agent):
     found = rollout.run(prompts, agent, presence_penalty=0.5).get()
@@ -216,6 +217,7 @@ async def at_temperatures(row: dict[str, Any], model: Any) -> float:
     return 1.0
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_turns_at_temperatures_of_their_own_are_rows_at_them(rollout, model, prompts, greedy):
     """The row says what its tokens were divided by, which training repeats."""

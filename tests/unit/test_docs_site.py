@@ -53,12 +53,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
     return {page.relative_to(target).as_posix(): Page(page.read_text()) for page in target.rglob("*.html")}
 
 
+@pytest.mark.slow
 def test_every_page_of_the_documentation_is_there(site: dict[str, Page]):
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
     expected = {re.sub(r"(README|index)\.md$", "index.md", page).removesuffix(".md") + ".html" for page in pages}
     assert expected <= set(site)
 
 
+@pytest.mark.slow
 def test_links_and_anchors_lead_somewhere(site: dict[str, Page]):
     wrong = []
     for path, page in site.items():
@@ -76,10 +78,12 @@ def test_links_and_anchors_lead_somewhere(site: dict[str, Page]):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_no_page_needs_the_network(site: dict[str, Page]):
     assert not [(path, name) for path, page in site.items() for name in page.loads if urlsplit(name).netloc]
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site: dict[str, Page]):
     ids = set().union(*(page.ids for path, page in site.items() if path.startswith("reference/")))
     names = {name for name in hf.__all__ if name not in NAMESPACES and not hasattr(hf.algorithms, name)}
