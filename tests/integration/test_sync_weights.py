@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import hybridflow as hf
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.overlapped_move import OverlappedMove
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, WorkerError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
@@ -299,6 +300,74 @@ def test_an_update_that_fails_before_its_step_sends_what_there_is(pool, other_po
         hf.sync_weights(source, follower).get()
         weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
         assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+    finally:
+        source.close()
+        follower.close()
+
+
+class Twice(hf.ActorWorker):
+    """Its update makes all its steps twice."""
+
+    def _update(self, *arguments: Any) -> dict[str, float]:
+        super()._update(*arguments)
+        return super()._update(*arguments)
+
+
+def test_an_update_that_steps_again_after_its_weights_left_is_refused(pool, other_pool, policy, settle):
+    source = Twice.on(pool[0:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), overlap=True, name="twice")
+    follower = hf.ReferenceWorker.on(other_pool[0:1], model=policy, train=hf.FSDP(), name="f")
+    rows = hf.BatchRef.from_batch(make_rows(8))
+    try:
+        source.update_actor(rows).get()
+        hf.sync_weights(source, follower).get()
+        failed = source.update_actor(rows)
+        hf.sync_weights(source, follower)
+        with pytest.raises(WorkerError, match="an update stepped again after its weights had left"):
+            failed.get()
+        settle()
+    finally:
+        source.close()
+        follower.close()
+
+
+class Counts(hf.ReferenceWorker):
+    """Counts the weights that it has taken; the next transfer after `spoil` fails on rank 1, when all has arrived."""
+
+    taken = 0
+
+    def on_weights_loaded(self) -> None:
+        super().on_weights_loaded()
+        self.taken += 1
+
+    @hf.register(hf.ONE_TO_ALL)
+    def times(self) -> int:
+        return self.taken
+
+    @hf.register(hf.ONE_TO_ALL)
+    def spoil(self) -> None:
+        move = OverlappedMove.move
+
+        def fails(*arguments: Any) -> None:
+            OverlappedMove.move = move
+            move(*arguments)
+            raise OSError("the last part did not arrive")
+
+        if self.context.rank == 1:
+            OverlappedMove.move = fails
+
+
+def test_weights_that_did_not_arrive_everywhere_are_taken_nowhere(pool, other_pool, policy, tmp_path, settle):
+    """An average of all earlier weights would differ between the ranks of one model."""
+    source = hf.ActorWorker.on(pool[0:1], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), name="s")
+    follower = Counts.on(other_pool[0:2], model=policy, train=hf.FSDP(), ema_decay=0.5, name="counts")
+    try:
+        hf.sync_weights(source, follower).get()
+        follower.spoil().get()
+        with pytest.raises(WorkerError, match="the last part did not arrive"):
+            hf.sync_weights(source, follower).get()
+        settle()
+        hf.sync_weights(source, follower).get()
+        assert follower.times().get() == [2, 2]
     finally:
         source.close()
         follower.close()

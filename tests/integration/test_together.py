@@ -237,6 +237,24 @@ class Stops(hf.CriticWorker):
         return super()._step(last)
 
 
+class Twice(hf.CriticWorker):
+    """Its update makes all its steps twice."""
+
+    def _update(self, *arguments: Any) -> dict[str, float]:
+        super()._update(*arguments)
+        return super()._update(*arguments)
+
+
+def test_an_update_that_trains_twice_is_refused_beside_another(pair, rows, settle):
+    """The passes of its second half would be in no schedule."""
+    actor, critic = pair(critic=Twice)
+    found = hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    with pytest.raises(hf.errors.WorkerError, match="announced its mini-batches twice"):
+        found[1].get()
+    settle()
+    assert "critic/loss" in critic.update_critic(rows).get()  # alone it may
+
+
 def test_an_update_that_hangs_beside_the_other_is_named(pair, rows, settle):
     actor, critic = pair(critic=Stops)
     _, second = hf.together(actor.update_actor(rows), critic.update_critic(rows))
