@@ -74,6 +74,19 @@ def test_the_table_has_what_each_loop_is_planned_to_take():
     assert lines[-1] == f"fastest: {min(found.values(), key=lambda one: one.seconds).name}"
 
 
+def test_a_group_may_have_the_name_that_generation_would_get():
+    """The reference is called rollout: its calls stay its own in all loops."""
+    graph = grpo_of(SMALL)
+    names = {call.name: call.name.replace("reference.", "rollout.") for call in graph.calls}
+    calls = [replace(call, name=names[call.name], group=names[call.name].partition(".")[0]) for call in graph.calls]
+    edges = [replace(edge, source=names[edge.source], target=names[edge.target]) for edge in graph.edges]
+    models = {name.replace("reference", "rollout"): model for name, model in graph.models.items()}
+    _, found = loops_of(replace(graph, calls=tuple(calls), edges=tuple(edges), models=models))
+    _, wanted = loops_of(graph)
+    for name in ("split", "streamed"):
+        assert found[name].seconds == pytest.approx(wanted[name].seconds, rel=0.03), found[name]
+
+
 def test_the_loop_of_a_stream_is_its_own_row():
     placed, found = loops_of(graph_of(2), "a100:1x4", replace(WORK, rows=16))
     assert found["streamed"].seconds == placed.seconds
