@@ -76,7 +76,7 @@ def test_the_table_has_what_each_loop_is_planned_to_take():
 
 def test_a_group_may_have_the_name_that_generation_would_get():
     """The reference is called rollout: its calls stay its own in all loops."""
-    graph = grpo_of(SMALL)
+    graph = grpo_of(SMALL, replace(SMALL, layers=3 * SMALL.layers))
     names = {call.name: call.name.replace("reference.", "rollout.") for call in graph.calls}
     calls = [replace(call, name=names[call.name], group=names[call.name].partition(".")[0]) for call in graph.calls]
     edges = [replace(edge, source=names[edge.source], target=names[edge.target]) for edge in graph.edges]
