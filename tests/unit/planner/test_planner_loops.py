@@ -84,7 +84,7 @@ def test_a_group_may_have_the_name_that_generation_would_get():
     _, found = loops_of(replace(graph, calls=tuple(calls), edges=tuple(edges), models=models))
     _, wanted = loops_of(graph)
     for name in ("split", "streamed"):
-        assert found[name].seconds == pytest.approx(wanted[name].seconds, rel=0.03), found[name]
+        assert found[name].seconds == pytest.approx(wanted[name].seconds, rel=1e-5), found[name]
 
 
 def test_the_loop_of_a_stream_is_its_own_row():
