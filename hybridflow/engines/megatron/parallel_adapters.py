@@ -46,7 +46,8 @@ def add_adapters(
     found = []
     for storage, regions in weights.storages(rank).items():
         if storage in held:  # a value head
-            model.get_submodule(storage.removesuffix(".weight")).float().requires_grad_(trains)
+            head: Any = model.get_submodule(storage.removesuffix(".weight"))
+            head.weight = nn.Parameter(head.weight.detach().float(), requires_grad=trains)
             continue
         prefix = f"{storage.removesuffix('.weight')}.{CHILD}."
         own = {name.removeprefix(prefix): found for name, found in held.items() if name.startswith(prefix)}
