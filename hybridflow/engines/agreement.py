@@ -83,14 +83,14 @@ def agree(
             raise error
         return number
     try:
-        failure, smallest, largest = agree_on(_group(context), error and _worker_error(context, error), number, seconds)
+        failure, smallest, largest = agree_on(_group(context), error and error_of(context, error), number, seconds)
     except (RuntimeError, WaitTimeoutError) as late:
         if error is None:
             raise
         raise error from late
     if failure is None and smallest < largest:
         differs = BatchError(f"{what} differs between the ranks' rows: from {smallest:g} to {largest:g}.")
-        failure = of_every_rank(context, _worker_error(context, differs))[0]
+        failure = of_every_rank(context, error_of(context, differs))[0]
     if failure is not None:
         memory = isinstance(error, torch.OutOfMemoryError | DeviceMemoryError)
         raise error if memory and error is not None else failure  # the host adds what is in its memory
@@ -106,7 +106,8 @@ def _group(context: RankContext) -> dist.ProcessGroup:
     return context.groups.new("agreement", range(context.grid.size), "gloo")
 
 
-def _worker_error(context: RankContext, error: BaseException) -> WorkerError:
+def error_of(context: RankContext, error: BaseException) -> WorkerError:
+    """An error of this rank, as the others raise it."""
     where = f"{context.role}.{context.method}".rstrip(".")
     return WorkerError(
         f"{where} failed on {rank_at(context.rank, context.node, context.step)}: {type(error).__name__}: {error}",
@@ -361,7 +362,7 @@ class StepCheck:
                 raise self._errors[0]
             for other in self.others:
                 if other._errors:
-                    raise _worker_error(other._context, other._errors[0])
+                    raise error_of(other._context, other._errors[0])
             mine = self._columns or self._computed()
             return 1.0 if mine else None
 

@@ -77,9 +77,10 @@ class Mortal(hf.ActorWorker):
         self.dies_in("sync")
         return super().weights_storage()
 
+    @property
     def rollout(self) -> Any:
         self.dies_in("generate")
-        return super().rollout()
+        return super().rollout
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from hybridflow.cluster.backend import RankCall
 from hybridflow.cluster.expected_calls import ExpectedCalls
 from hybridflow.config import FSDP, Adam, Megatron, ZeRO
 from hybridflow.engine3d.copy_stream import CopyStream
+from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.contract import PARAMETERS, STATES
 from tests.contracts import engine_tasks as tasks
 from tests.contracts.example_models import loss_of, make_batch, make_model
@@ -34,6 +35,12 @@ OUTPUTS = ("log_probs",)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("qwen2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def _latest_peak(world: OneRank) -> None:
+    """Of this test, as a host's is of each call."""
+    MAPPED.peak(restart=True)
 
 
 class Worker:

@@ -341,7 +341,7 @@ def test_rows_are_computed_again_where_one_rank_lacks_memory_for_what_waits(resu
         assert all(row["recomputed"] for row in found["rescued"] if len(row["token_ids"]) > 3)
         assert found["asleep"]
     for ranks in by_replica.values():
-        assert [rank.pop("error") for rank in ranks] == ["DeviceMemoryError", "OutOfMemoryError"]
+        assert [rank.pop("error") for rank in ranks] == ["WorkerError", "OutOfMemoryError"]
         assert ranks[0] == ranks[1]
 
 

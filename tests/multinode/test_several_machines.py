@@ -62,6 +62,8 @@ class Runs:
                     continue
                 lost = int(next(node for node in used if node != "node1").removeprefix("node"))
                 if phase not in ("", "idle"):
+                    if options.get("in_memory"):
+                        time.sleep(5)  # copies of the last iteration's state are on their way; the driver waits
                     self.machines.stop(lost)
                     (self.shared / name / "stopped").touch()
                     time.sleep(1)  # the call is on its way

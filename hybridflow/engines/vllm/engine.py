@@ -465,7 +465,7 @@ class VLLMEngine:
     def together(self, take: Callable[[], object]) -> None:
         """Run `take` on the ranks of this replica; where memory is lacking on one, all raise instead of waiting for it.
 
-        Errors: OutOfMemoryError there, DeviceMemoryError on the others.
+        Errors: OutOfMemoryError there, WorkerError of that rank on the others.
         """
         if (lacking := self._groups.attempt(take)) is not None:
             raise lacking

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from hybridflow.engines.agreement import error_of
 from hybridflow.engines.process_groups import RankContext, gather
-from hybridflow.errors import ConfigError, DeviceMemoryError, WorkerError
+from hybridflow.errors import ConfigError
 from hybridflow.topology import GenerationGrid
 
 _EVERYWHERE = {
@@ -263,9 +264,10 @@ class ReplicaGroups:
         return gather(mine, self.context.groups.new("generate/replica", self.members, "gloo"))
 
     def attempt(self, take: Callable[[], object]) -> Exception | None:
-        """Run `take` on all members; the error where memory is lacking, on all of them. Collective.
+        """Run `take` on all members; where memory is lacking, the error, on the others that of the first member that
+        lacks it. Collective.
 
-        Errors: any other, its own where it was raised, WorkerError on the others.
+        Errors: any other likewise.
         """
         failed = None
         try:
@@ -273,13 +275,11 @@ class ReplicaGroups:
         except Exception as error:  # of any kind: the others wait below
             failed = error
             clear_frames(error.__traceback__)  # which hold what was allocated
-        said = self.gather(failed and f"{type(failed).__name__}: {failed}")
-        if not (found := [one for one in said if one is not None]):
+        found = [one for one in self.gather(failed and error_of(self.context, failed)) if one is not None]
+        if not found:
             return None
-        lacking = all(map(_LACKING.search, found))
-        kind = DeviceMemoryError if lacking else WorkerError
-        error = failed or kind(f"another rank of this replica failed: {found[0]}")
-        if lacking:
+        error = failed or found[0]
+        if all(_LACKING.search(str(one)) for one in found):
             return error
         raise error
 
