@@ -30,8 +30,8 @@ class TransformersModel(nn.Module):
     """The decoder with its output layer, or with `score` in a value model; the head is computed where it is read.
 
     Parameters have the names of transformers' module and are on the meta device: nothing is allocated before the model
-    is cut. `packable`: it takes packed rows; else rows come one by one. With `recompute` activations of a decoder layer
-    are computed again in the backward pass. With `lora` the decoder has adapters, float32 whatever `dtype` is.
+    is cut. `packable`: it takes packed rows; else rows come one by one. With `recompute` activations of layers, those
+    that encode images too, are computed again in the backward pass. With `lora` the decoder has adapters, float32.
 
     It computes without dropout in training too: log-probabilities must be those of the policy that drew the tokens.
     """
@@ -66,8 +66,9 @@ class TransformersModel(nn.Module):
             inject(self.decoder, spec, lora)
         if recompute:
             random = lora is not None and lora.dropout > 0
-            for i, layer in enumerate(self.layers):
-                self.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=random)
+            for layers in (self.layers, *([self.decoder.visual.blocks] if spec.images else [])):
+                for i, layer in enumerate(layers):
+                    layers[i] = checkpoint_wrapper(layer, preserve_rng_state=random)
 
     @property
     def decoder(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def test_it_computes_and_trains_as_transformers_does(processes, model, tmp_path,
     with torch.no_grad():
         again = outputs(saved, make_rows(kind))["log_probs"]
     assert torch.allclose(again.values, want["after"].values, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", [FSDP(micro_tokens=60), ZeRO(stage=2, micro_tokens=60)], ids=["fsdp", "zero2"])
+def test_recomputing_includes_what_encodes_images(processes, model, strategy):
+    kind, path, _ = model
+    spec, each = read_spec(path, "lm"), list[dict[str, Any]]()
+    for recompute in (False, True):
+        given = replace(strategy, recompute=recompute)
+        each += processes.run(1, tasks.encoded, processes.name(), given, path, kind, 1)
+    kept, less = each
+    assert less["kept"] < 0.8 * kept["kept"]  # patch embedding and merger keep theirs
+    gradients = [whole([one["gradients"]], spec.tensors()) for one in each]
+    assert relative(gradients[1], gradients[0]) < 1e-5
 
 
 def test_a_value_model_reads_images(processes, model):

@@ -36,6 +36,22 @@ def trained(
     return found
 
 
+def encoded(world: World, name: str, strategy: Any, path: Path, kind: str, size: int) -> dict[str, Any]:
+    """Gradients of a PPO update, and how many bytes the image encoder keeps for its backward pass."""
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0))
+    loss, rows = loss_of("lm"), share(make_rows(kind), engine.grid, world.rank)
+    kept = list[int]()
+    tower = engine._shards.model.decoder.visual
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one)
+    tower.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    tower.register_forward_hook(lambda *_: hooks.__exit__(None, None, None), always_call=True)
+    engine.forward_backward(rows, loss, loss.outputs)
+    found: dict[str, Any] = {"kept": sum(kept), "gradients": boxes(engine, engine.gradients())}
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
 def values(world: World, name: str, strategy: Any, path: Path, kind: str, size: int) -> Any:
     engine = build(world, name, strategy, size, path, "value")
     torch.nn.init.constant_(engine.storage()["score.weight"], 0.1)
