@@ -37,11 +37,12 @@ from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_determ
 from hybridflow.cluster.expected_calls import ExpectedCalls
 from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
+from hybridflow.cluster.member import Member
 from hybridflow.cluster.out_of_memory import IMAGE, DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.state_images import ImageHead, StateImage
 from hybridflow.cluster.store import Manifest, Reader, write
-from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
+from hybridflow.cluster.weight_channels import ChannelSpec, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines import process_groups
 from hybridflow.engines.call_events import MAPPED, CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -30,17 +29,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.cluster.backend import HostProcess, RankGroup, node_numbers
-from hybridflow.cluster.control_tree import ControlTree
 from hybridflow.cluster.future import Failure, Future, Status
 from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
+from hybridflow.cluster.member import Member
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.overlapped_move import Final, OverlappedMove, beside
 from hybridflow.engine3d.plan import WeightPlan, plan
-from hybridflow.engines import process_groups
 from hybridflow.engines.agreement import agree_on
-from hybridflow.engines.process_groups import ProcessGroups, RankContext
+from hybridflow.engines.process_groups import ProcessGroups
 from hybridflow.errors import ConfigError, LayoutError, WaitTimeoutError
 
 WEIGHTS = "weights"
@@ -105,42 +103,6 @@ class TransferTask:
 
 
 @dataclass
-class Member:
-    """A group's rank in this process; `incomplete` is the failure of a transfer that left its weights half written,
-    `failed_update` what is known of the first update that raised, `calls` how often each method was run, and `buffers`
-    the bytes on a CUDA device that building it left there beside its state."""
-
-    role: str
-    rank: int
-    context: RankContext
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    worker: Any = None
-    failure: Failure | None = None
-    incomplete: Failure | None = None
-    failed_update: str = ""
-    calls: Counter[str] = field(default_factory=Counter)
-    buffers: int = 0
-    _controls: dict[tuple[int, ...], ControlTree] = field(default_factory=dict)
-
-    def control(self, ranks: tuple[int, ...], seconds: float) -> ControlTree:
-        """By which these ranks of the group, this one among them, agree."""
-        if (found := self._controls.get(ranks)) is None:
-            groups, address = self.context.groups, process_groups.gloo_address
-            name, rank = groups.full_name("control", ranks), ranks.index(self.rank)
-            found = self._controls[ranks] = ControlTree(groups.store, name, len(ranks), rank, address, seconds)
-            groups.when_closed(found.close)
-            if groups.meeting.lost:
-                found.abort()
-        return found
-
-    def abort(self) -> None:
-        """A rank of the group is gone: whatever waits for the others fails."""
-        for control in list(self._controls.values()):
-            control.abort()
-        self.context.groups.abort()
-
-
-@dataclass
 class WeightChannel:
     """One process's end of a channel. `timeout` bounds a collective, `patience` the wait for busy peers, in seconds.
 
@@ -157,6 +119,8 @@ class WeightChannel:
     span: tuple[float, float] = (0.0, 0.0)  # of the latest transfer
     _plans: dict[str, WeightPlan] = field(default_factory=dict)
     _by_parts: set[str] = field(default_factory=set)
+    _fixed = False  # the last part of moves is what both sides keep; `_marks`: of the sides that have it
+    _marks: Any = None
     _moves: dict[str, OverlappedMove] = field(default_factory=dict)
     _sent: dict[int, dict[str, float] | Failure] = field(default_factory=dict)  # by `send_beside`
     _broken: Failure | None = None
@@ -235,10 +199,11 @@ class WeightChannel:
                     if (failure := self._agree(mine)) is not None:
                         return failure
                 assert storages is not None
-                self._bind(task.payload, sender, *storages)
+                self._bind(task.payload, sender, receiver, *storages)
+                kept = task.payload == WEIGHTS and self._keeps(sender, receiver)
             except Exception as error:
                 return failed(error)
-            result = self._move(task.payload, sender, receiver, failed, parts)
+            result = self._move(task.payload, sender, receiver, failed, parts, kept)
             if self.rank == 0:
                 self.store.delete_key(task.meeting)
             return result
@@ -253,6 +218,7 @@ class WeightChannel:
             destination = setup.destination.placed(self.spec.receivers, self.size)
             self._plans[payload] = plan(source, destination, self.spec.nodes.__getitem__, rank=self.rank, exact=True)
             self._moves.pop(payload, None)
+            self._marks = None
             self._by_parts |= {payload} if setup.by_parts else set()
         if payload not in self._plans:
             raise LayoutError(
@@ -281,20 +247,42 @@ class WeightChannel:
         return self._groups.new("control", range(self.size), "gloo", self.patience)
 
     def _bind(
-        self, payload: str, sender: Member | None, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]
+        self,
+        payload: str,
+        sender: Member | None,
+        receiver: Member | None,
+        source: Mapping[str, Tensor],
+        destination: Mapping[str, Tensor],
     ) -> None:
         """Bind a payload to the storages, once. Collective. Errors: LayoutError on all ranks, before a byte moves."""
         if payload in self._moves:
             return
-        planned, first = self._plans[payload], self.spec.senders[0]
-        parts = [[frozenset(move.box.tensor for move in planned.moves)]]
+        planned = self._plans[payload]
+        parts = [frozenset(move.box.tensor for move in planned.moves)]
         if payload in self._by_parts:
-            if self.rank == first:
-                assert sender is not None
-                parts = [sender.worker.engine.step_groups()]
-            dist.broadcast_object_list(parts, group=self._control(), group_src=first)
+            parts = self._said(self.spec.senders[0], lambda: sender and sender.worker.engine.step_groups())
+        if payload == WEIGHTS:
+            sides = (self.spec.senders[0], sender), (self.spec.receivers[0], receiver)
+            sets = [self._said(rank, lambda side=side: side and side.worker.fixed_weights()[0]) for rank, side in sides]
+            self._fixed = bool(fixed := frozenset.intersection(*sets))
+            parts = [*(part - fixed for part in parts), *([fixed] if fixed else [])]
         group = self._groups.everyone() if self.size > 1 else None
-        self._moves[payload] = OverlappedMove(planned, parts[0], source, destination, group, self.rank)
+        self._moves[payload] = OverlappedMove(planned, parts, source, destination, group, self.rank)
+
+    def _said(self, rank: int, value: Callable[[], Any]) -> Any:
+        """What `value` is on this rank of the channel, on all. Collective."""
+        said = [value() if self.rank == rank else None]
+        if self.size > 1:
+            dist.broadcast_object_list(said, group=self._control(), group_src=rank)
+        return said[0]
+
+    def _keeps(self, sender: Member | None, receiver: Member | None) -> bool:
+        """Whether every receiver has the fixed weights from a transfer of this channel, after which nothing has written
+        into them on either side. Collective."""
+        if not self._fixed:
+            return False
+        own = (receiver is None or receiver.incomplete is None) and self._marks == _marks(sender, receiver)
+        return own if self.size == 1 else agree_on(self._control(), None, float(own))[1] == 1.0
 
     def _move(
         self,
@@ -303,13 +291,15 @@ class WeightChannel:
         receiver: Member | None,
         failed: Callable[[Exception], Failure],
         parts: Iterator[Final] | None,
+        kept: bool,
     ) -> dict[str, float] | Failure:
-        """Move, and agree that everything has arrived, which completes the receiver's weights."""
+        """Move, without fixed weights that are `kept`, and agree that everything has arrived, which completes the
+        receiver's weights."""
         mine, start, self.received = None, time.monotonic(), 0
         try:
             moves = self._moves[payload]
             before = moves.received_bytes
-            moves.move(moves.all(parts or ()))
+            moves.move(one for one in moves.all(parts or ()) if not (kept and one.part == len(moves.transfers) - 1))
             self.received = moves.received_bytes - before
             if parts is not None and sender is not None:
                 sender.worker.weights_storage()  # raises if the step has broken the model
@@ -328,6 +318,8 @@ class WeightChannel:
             failure = mine or failed(error)
         if receiver is not None:
             receiver.incomplete = None if failure is None else incomplete(failure)
+        if payload == WEIGHTS:
+            self._marks = _marks(sender, receiver) if failure is None else None
         return total if failure is None else failure
 
     def _total(self, received: int, seconds: float) -> dict[str, float]:
@@ -348,6 +340,11 @@ class WeightChannel:
         """Free buffers and process groups. Call on every member."""
         self._moves.clear()
         self._groups.close()
+
+
+def _marks(*sides: Member | None) -> list[Any]:
+    """By which this process's sides say what has been written into their fixed weights."""
+    return [side and side.worker.fixed_weights()[1] for side in sides]
 
 
 def _storages(

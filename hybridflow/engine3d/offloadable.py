@@ -26,7 +26,9 @@ class Memory(Protocol):
     """Releasable memory of named tensors; implemented by `Residency` and, for vLLM, `PooledMemory`.
 
     `names` default to all of its tensors; unknown names are left alone. `total_bytes` counts all releasable bytes,
-    `resident_bytes` those allocated now."""
+    `resident_bytes` those allocated now, `losses` how often content was dropped."""
+
+    losses: int
 
     @property
     def total_bytes(self) -> int: ...
@@ -149,6 +151,7 @@ class Residency:
         self._away: dict[str, set[str]] = {key: set() for key in self._names}  # the names to restore
         self._coming: dict[str, Any] = {}  # marks of storages whose content is being copied in
         self.total_bytes = self.resident_bytes = sum(self._sizes.values())
+        self.losses = 0
 
     @property
     def names(self) -> set[str]:
@@ -169,6 +172,7 @@ class Residency:
 
     def release(self, names: Iterable[str] | None = None) -> None:
         """Free the memory of `names`; a shared storage is freed with its last name."""
+        self.losses += 1
         self._free(names, keep=False)
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:

@@ -29,6 +29,7 @@ from hybridflow.engines.agreement import Operations, Replicas, StepCheck, random
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.initial_weights import fill, rounded
 from hybridflow.engines.lora.adapters import Adapters
+from hybridflow.engines.lora.targets import modules
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
@@ -377,10 +378,18 @@ class TrainEngine(TrainStates):
 
     def weights_loaded(self) -> None:
         """Copy parameters that a transfer has written to the optimizer's main parameters."""
+        self._written = object()
         for memory in self._memories():
             memory.arrive()
             memory.changed()
         self._shards.parameters_changed()
+
+    def fixed_weights(self) -> tuple[frozenset[str], object]:
+        """Canonical tensors that neither steps nor adapters change, and a value that is another one after parameters
+        were written from outside or dropped."""
+        adapted = () if self.adapters is None else modules(self.spec, self.adapters.lora)
+        trained = () if self._optimizer_layout is None else self._optimizer_layout.tensors
+        return frozenset(self.spec.tensors()).difference((f"{name}.weight" for name in adapted), trained), self._written
 
     @property
     def restorable(self) -> bool:

@@ -24,6 +24,7 @@ class TrainStates:
     _shards: Any = None
     _optimizer: ShardOptimizer | None = None
     _by_layer = False
+    _written: object = None
     _gradients: Literal["zero", "own", "summed", "lost"] = "zero"
 
     def memory(self) -> Residency:
@@ -117,6 +118,7 @@ class TrainStates:
 
     def release(self) -> None:
         """Free the memory of all state and drop its content; `reload` allocates it again."""
+        self._written = object()
         self._shards.memory.release()
         if self._optimizer:
             self._optimizer.release()

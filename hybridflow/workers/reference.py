@@ -77,6 +77,9 @@ class ReferenceWorker(ModelWorker):
         if self._average is not None:
             self._average.update()
 
+    def fixed_weights(self) -> tuple[frozenset[str], Any]:
+        return super().fixed_weights() if self._average is None else (frozenset(), None)
+
     def optimizing_engine(self) -> Any:
         self.engine.reload(self._idle)
         return self._average

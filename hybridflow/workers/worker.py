@@ -79,6 +79,7 @@ class Worker:
     _skipped: Any = None  # a model's SkippedSteps
     _writer: StateWriter | None = None
     _weights: Layout | None = None
+    _loads = 0  # checkpoints and images of which it has begun to read weights
 
     @classmethod
     def on(cls, pool: ResourcePool | GroupPlacement, *, name: str | None = None, **settings: Any) -> WorkerGroup:
@@ -111,6 +112,12 @@ class Worker:
 
     def on_weights_loaded(self) -> None:
         """Called after a transfer has written all of `weights_storage`: state derived from the old weights is stale."""
+
+    def fixed_weights(self: Any) -> tuple[frozenset[str], Any]:
+        """Canonical tensors that stay until something outside of this rank's calls writes or drops them, and a value
+        that is another one then: `hf.sync_weights` moves them once between two groups that have them."""
+        tensors, mark = self.engine.fixed_weights() if self.has_tensors else (frozenset[str](), None)
+        return tensors, (mark, self._loads)
 
     def while_waiting(self, waits: Callable[[], bool]) -> bool:
         """Called before weights arrive: work that the group can do as long as `waits()`. Returns whether it had any."""
@@ -238,6 +245,7 @@ class Worker:
         Errors: CheckpointError for an image that is lost."""
 
         def fill() -> None:
+            self._loads += 1
             if not all(isinstance(image, StateImage) for image in images):
                 raise CheckpointError(f"an image of {self.context.role} was lost with its machine.")
             for kind, (layout, storage) in self._kinds(settings)[0].items() if tensors else ():
@@ -312,6 +320,7 @@ class Worker:
 
     def _read(self: Any, files: Sequence[Path], id: str, saved: SavedGroup, settings: Mapping[str, Any]) -> None:
         self._check_use(saved)
+        self._loads += 1
         tensors, rank = SavedTensors(files, id), self.context.rank
         engine = self.optimizing_engine() if self.has_tensors else None
         if engine is not None:

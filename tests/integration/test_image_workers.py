@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 import hybridflow as hf
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, WorkerError
+from hybridflow.streams.elastic_devices import GroupSizes
 from tests.vision_models import KINDS, make_rows, make_vision, outputs
 
 GENERATE = {"kv_cache_gb": 0.02, "max_sequences": 16, "sampling": hf.Sampling(max_tokens=6, seed=5, ignore_eos=True)}
@@ -198,6 +199,75 @@ def test_training_continues_bitwise_from_a_checkpoint(pool, place, no_parts, tmp
         other = place(hf.ActorWorker, pool[0:2], name="actor", **{**placed, "model": tmp_path / "whole"})
         with pytest.raises(CheckpointError, match="the frozen weights of actor are not those that"):
             hf.load(saved, parts=[other])
+
+
+class Watched(hf.RolloutWorker):
+    """A rollout that shows its image encoder, and can lose it."""
+
+    @hf.register(hf.ONE_TO_ALL)
+    def tower(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.engine.storage().items() if "visual" in name}
+
+    @hf.register(hf.ONE_TO_ALL)
+    def lose(self) -> None:
+        self.engine.memory().release()
+        for name in self.engine.memory().acquire():
+            self.engine.storage()[name].fill_(7.0)
+
+
+@pytest.mark.parametrize("train", ["fsdp", "lora", "overlap"])
+def test_weights_that_cannot_change_are_sent_once(pool, place, tmp_path, train):
+    """And again to whatever has lost them, or has had others since."""
+    kind = "qwen3_vl"
+    models = [make_vision(tmp_path / f"{seed}", kind, seed=seed) for seed in (0, 1)]
+    strategy = hf.FSDP(lora=hf.LoRA(rank=2, targets=("q_proj",))) if train == "lora" else hf.FSDP(freeze=FROZEN)
+    placed = {"train": strategy, "optim": hf.SGD(lr=0.1), "overlap": train == "overlap"}
+    first, second = (
+        place(hf.ActorWorker, pool[0:2], name=f"actor-{at}", model=model, **placed) for at, model in enumerate(models)
+    )
+    rollout = place(Watched, pool[2:3], model=models[0], generate=hf.VLLM(**GENERATE))
+    rows = hf.BatchRef.from_batch(make_rows(kind))
+
+    def moved(actor: hf.WorkerGroup = first) -> float:
+        actor.update_actor(rows)
+        return hf.sync_weights(actor, rollout).get()["bytes"]
+
+    tower = rollout.tower().get()[0]
+    saved = {name: tensor.nbytes for name, tensor in load_file(models[0] / "model.safetensors").items()}
+    fixed = sum(size for name, size in saved.items() if ("q_proj" not in name if train == "lora" else "visual" in name))
+    whole = sum(saved.values())
+    assert [moved() for _ in range(3)] == [whole, whole - fixed, whole - fixed]
+    rollout.lose().get()
+    assert moved() == whole
+    assert moved(second) == whole
+    other = rollout.tower().get()[0]
+    assert not any(torch.equal(other[name], tower[name]) for name in tower if tower[name].ndim > 1)
+    assert moved() == whole
+    again = rollout.tower().get()[0]
+    assert all(torch.equal(again[name], tower[name]) for name in tower)
+    assert moved() == whole - fixed
+    rollout.close()
+    rollout = place(Watched, pool[2:3], model=models[1], generate=hf.VLLM(**GENERATE))
+    assert moved() == whole
+    again = rollout.tower().get()[0]
+    assert all(torch.equal(again[name], tower[name]) for name in tower)
+
+
+def test_frozen_weights_follow_an_actor_of_several_sizes(pool, place, tmp_path):
+    """Ranks that slept have dropped them."""
+    model, rows = make_vision(tmp_path / "model", "qwen3_vl"), hf.BatchRef.from_batch(make_rows("qwen3_vl"))
+    placed = {"model": model, "train": hf.FSDP(freeze=FROZEN), "optim": hf.SGD(lr=0.1)}
+    actor = place(hf.ActorWorker, pool[0:1], **placed)
+    sizes = GroupSizes(actor, pool, (1, 2))
+    rollout = place(Watched, pool[2:3], model=model, generate=hf.VLLM(**GENERATE))
+    before = rollout.tower().get()[0]
+    for size in (2, 1, 2, 1):
+        sizes.resize(size)
+        actor.update_actor(rows).get()
+        hf.sync_weights(actor, rollout).get()
+        found = rollout.tower().get()[0]
+        assert all(torch.equal(found[name], before[name]) for name in before)
+    sizes.close()
 
 
 def test_adapters_are_of_the_language_part(pool, place, tmp_path):

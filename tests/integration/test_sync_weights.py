@@ -42,6 +42,24 @@ class Rotated(Matrix):
         return replace(super().worker_spec(settings), model=lambda: model)
 
 
+class Fixed(Matrix):
+    """A matrix that only transfers change."""
+
+    written: object = None
+
+    def fixed_weights(self) -> tuple[frozenset[str], Any]:
+        return frozenset({"matrix"}), self.written
+
+    def on_weights_loaded(self) -> None:
+        super().on_weights_loaded()
+        self.written = object()
+
+    @hf.register(hf.ONE_TO_ALL)
+    def fill(self, factor: float) -> None:
+        self.part.fill_(factor)
+        self.written = object()
+
+
 class HalfBuilt(hf.RolloutWorker):
     """Fails when its vLLM runs."""
 
@@ -100,6 +118,30 @@ def test_it_takes_its_turn_among_the_calls(pool, other_pool, place):
     ranks = [torch.arange(n * COLUMNS).view(n, COLUMNS) + 1000.0 * i for i, n in enumerate((4, 4, 5))]
     assert torch.equal(torch.cat(then.get(), dim=1), torch.cat(ranks))
     assert torch.equal(torch.cat(last.get()), whole(destination))
+
+
+def test_what_stays_fixed_is_sent_once(pool, other_pool, place):
+    """Until it is written anew on either side, or a transfer into it fails half-way."""
+    source, other, destination = (
+        place(kind, at) for kind, at in ((Fixed, pool[0:2]), (Fixed, pool[2:3]), (Fixed, other_pool))
+    )
+    source.fill(1.0)
+    other.fill(2.0)
+
+    def sent(group: hf.WorkerGroup = source) -> float:
+        return hf.sync_weights(group, destination).get()["bytes"]
+
+    every = ROWS * COLUMNS * 4
+    assert [sent() for _ in range(3)] == [every, 0, 0]
+    source.fill(3.0)
+    assert [sent(), sent()] == [every, 0]
+    destination.fill(4.0)
+    assert [sent(), sent(other), sent(other), sent(), sent()] == [every, every, 0, every, 0]
+    destination.fail_once("after").get()
+    with pytest.raises(WorkerError, match="cannot take them"):
+        sent(other)
+    assert [sent(), sent()] == [every, 0]
+    assert (whole(destination) == 3.0).all()
 
 
 def test_values_are_converted(pool, place):

@@ -360,6 +360,7 @@ class PooledMemory:
         stream = CopyStream(next(iter(tensors.values())).device)
         self.images, self._host_buffers = HostImages(stream), HostImages(stream)
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        self.losses = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -369,7 +370,7 @@ class PooledMemory:
         return bool(self._users) or name not in self._tensors
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        gone = self._found(names)
+        gone, self.losses = self._found(names), self.losses + 1
         self._away -= gone
         self._drop(gone)
 

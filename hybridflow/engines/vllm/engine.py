@@ -107,6 +107,7 @@ class VLLMEngine:
                 clear_frames(None if one is None else one.__traceback__)
             self._shut_down()  # or no other engine could start in this process
             raise
+        self._written: object = None  # another one with other weights
         self._shared: set[str] = set()
         self._weights: Memory | None = None  # made when it is asked for
 
@@ -360,6 +361,7 @@ class VLLMEngine:
         shared.
         """
         _ = self._alive()
+        self._written = object()
         self.memory().changed()
         self._loop.weights_changed(version)
         if not self._loop.admitted:
@@ -376,6 +378,10 @@ class VLLMEngine:
         if self._weights is not None:
             self._weights.changed()
         return flattened(self._runner().model, self._flat)
+
+    def fixed_weights(self) -> tuple[frozenset[str], Any]:
+        """All canonical tensors, and a value that is another one after they were written or dropped."""
+        return frozenset(self.spec.tensors()), (self._written, self.memory(), self.memory().losses)
 
     def memory(self) -> Memory:
         """Memory of the weights in `storage()`. Buffers (rotary caches) are no weights and always stay.

@@ -12,8 +12,8 @@ import torch
 from hybridflow.cluster import state_images
 from hybridflow.cluster.backend import HostProcess, RankCall
 from hybridflow.cluster.host import Host
+from hybridflow.cluster.member import Member
 from hybridflow.cluster.state_images import GroupImages, ImageHead, KeptImage, redundant
-from hybridflow.cluster.weight_channels import Member
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import CheckpointError
 from hybridflow.workers import worker
