@@ -80,12 +80,14 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a micro-batch in the order of their tokens: `patches` [n, P] float32, `grids` [k, 3] int64, and by
-    them the places of all tokens in time, height and width, `positions` [3, b, S] int64."""
+    """The different images of a micro-batch: `patches` [n, P] float32, `grids` [k, 3] int64, which of them stand one
+    behind the other in its tokens, `order`, and by them the places of all tokens in time, height and width, `positions`
+    [3, b, S] int64."""
 
     patches: Tensor
     grids: Tensor
     positions: Tensor
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class MicroBatch:
         place = self.place if self.place is None else to_device([self.place], device)[0]
         if self.images is not None:
             given = self.images
-            moved["images"] = Images(*to_device([given.patches, given.grids, given.positions], device))
+            patches, grids, positions = to_device([given.patches, given.grids, given.positions], device)
+            moved["images"] = Images(patches, grids, positions, given.order)
         return replace(self, **moved, routing=self.routing_on(device), place=place)
 
     def routing_on(self, device: torch.device) -> Tensor | None:
@@ -275,16 +278,23 @@ class Split:
     ) -> Images | None:
         """Those of `rows`, which begin at `starts` of the flattened `ids` [b, S]; None without any."""
         assert self.images is not None
-        order = starts.argsort(stable=True)
-        patches, grids = (column.index(rows[order]) for column in images)
-        if not len(grids.values):
-            return None
-        width = ids.shape[1]
+        width, order, known = ids.shape[1], list[int](), dict[tuple[int, ...], list[int]]()
         places = torch.arange(width).repeat(3, ids.shape[0])  # of padding any
-        for start, length, grid in zip(starts[order].tolist(), lengths[order].tolist(), grids.rows(), strict=True):
-            own = slice(start, start + length)
-            places[:, own] = self.images.positions(ids.view(-1)[own], grid)
-        return Images(patches.values, grids.values, places.view(3, *ids.shape))
+        parts, shapes = list[Tensor](), list[tuple[int, ...]]()
+        for at in starts.argsort(stable=True).tolist():
+            patches, grids = (column.row(int(rows[at])) for column in images)
+            own = slice(start := int(starts[at]), start + int(lengths[at]))
+            places[:, own] = self.images.positions(ids.view(-1)[own], grids)
+            for part, shape in zip(patches.split(grids.prod(-1).tolist()), map(tuple, grids.tolist()), strict=True):
+                alike = known.setdefault(shape, [])
+                if (number := next((i for i in alike if parts[i].equal(part)), None)) is None:
+                    alike.append(number := len(parts))
+                    parts.append(part)
+                    shapes.append(shape)
+                order.append(number)
+        if not parts:
+            return None
+        return Images(torch.cat(parts), torch.tensor(shapes), places.view(3, *ids.shape), tuple(order))
 
     def _laid_out(self, prompt: Ragged, response: Ragged) -> tuple[Tensor, Tensor, Sequences | None]:
         """ids [b, S] int64 (zero where padded), where each row begins in the flattened ids [R], and the sequences."""

@@ -23,7 +23,6 @@ from hybridflow.engines.lora.adapters import inject
 from hybridflow.engines.micro_batches import Images, Sequences
 from hybridflow.models.families import is_packable
 from hybridflow.models.hf_spec import Decoder, make_model
-from hybridflow.models.images import GRIDS, PIXELS
 
 
 class TransformersModel(nn.Module):
@@ -126,7 +125,7 @@ class TransformersModel(nn.Module):
         if self._positions:
             given["position_ids"] = positions_bS
         if images is not None:
-            given |= {"position_ids": images.positions, PIXELS: images.patches, GRIDS: images.grids}
+            given |= {"position_ids": images.positions, "mm_encoder_outputs": {"image": self._encoded(images)}}
         if sequences is not None:
             assert self.packable, "rows of this model are not packed"
             given["sequences"] = sequences
@@ -135,6 +134,14 @@ class TransformersModel(nn.Module):
             rows = self._read(self.decoder(**given)[0])
             return rows if hidden else self.score(rows)
         return self._whole[0](**given).logits
+
+    def _encoded(self, images: Images) -> Any:
+        """What transformers makes of the images in the order of their tokens, each computed once."""
+        found = self.decoder.get_image_features(images.patches, images.grids, return_dict=True)
+        found.pooler_output = [found.pooler_output[at] for at in images.order]
+        if levels := getattr(found, "deepstack_features", None):
+            found.deepstack_features = [[level[at] for at in images.order] for level in levels]
+        return found
 
     def _read(self, hidden_bSH: Tensor) -> Tensor:
         return hidden_bSH.flatten(0, 1)[self._index]

@@ -78,11 +78,30 @@ def test_recomputing_includes_what_encodes_images(processes, model, strategy):
     spec, each = read_spec(path, "lm"), list[dict[str, Any]]()
     for recompute in (False, True):
         given = replace(strategy, recompute=recompute)
-        each += processes.run(1, tasks.encoded, processes.name(), given, path, kind, 1)
+        each += processes.run(1, tasks.encoded, processes.name(), given, path, make_rows(kind), 1)
     kept, less = each
     assert less["kept"] < 0.8 * kept["kept"]  # patch embedding and merger keep theirs
     gradients = [whole([one["gradients"]], spec.tensors()) for one in each]
     assert relative(gradients[1], gradients[0]) < 1e-5
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_image_of_several_rows_is_encoded_once(processes, model, packed):
+    """Gradients are the sum over the rows that share it."""
+    kind, path, _ = model
+    given = make_rows(kind).reorder(torch.tensor([1, 2, 0, 2, 1, 3, 1]))
+    for column in ("old_log_probs", "advantages"):
+        own = given[column].map(lambda values: values + torch.linspace(-0.1, 0.1, len(values)))
+        given = given.with_columns(**{column: own})
+    strategy = FSDP(packed=packed, micro_tokens=1000)
+    (found,) = processes.run(1, tasks.encoded, processes.name(), strategy, path, given, 1)
+    assert found["patches"] == [24 + (24 + 8 + 24) + 24]
+    there: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    loss_of("lm")(outputs(there, given), given, totals_of(given))[0].backward()
+    spec, expected = read_spec(path, "lm"), {name: one.grad for name, one in there.named_parameters()}
+    owners = {part.tensors[0]: name for name, part in spec.parts.items()}
+    gradients = whole([found["gradients"]], spec.tensors())
+    assert relative(gradients, {name: expected[owners.get(name, name)] for name in gradients}) < 1e-5
 
 
 def test_a_value_model_reads_images(processes, model):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.batch.batch import Batch
 from hybridflow.config import SGD, Adam
 from hybridflow.engines.checkpoint.writer import save_checkpoint
 from tests.contracts.engine_tasks import boxes, build, share
@@ -36,17 +37,18 @@ def trained(
     return found
 
 
-def encoded(world: World, name: str, strategy: Any, path: Path, kind: str, size: int) -> dict[str, Any]:
-    """Gradients of a PPO update, and how many bytes the image encoder keeps for its backward pass."""
+def encoded(world: World, name: str, strategy: Any, path: Path, rows: Batch, size: int) -> dict[str, Any]:
+    """Gradients of a PPO update, how many bytes the image encoder keeps for its backward pass, and its patches."""
     engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0))
-    loss, rows = loss_of("lm"), share(make_rows(kind), engine.grid, world.rank)
-    kept = list[int]()
+    loss, rows = loss_of("lm"), share(rows, engine.grid, world.rank)
+    kept, patches = list[int](), list[int]()
     tower = engine._shards.model.decoder.visual
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one)
+    tower.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
     tower.register_forward_pre_hook(lambda *_: hooks.__enter__())
     tower.register_forward_hook(lambda *_: hooks.__exit__(None, None, None), always_call=True)
     engine.forward_backward(rows, loss, loss.outputs)
-    found: dict[str, Any] = {"kept": sum(kept), "gradients": boxes(engine, engine.gradients())}
+    found: dict[str, Any] = {"kept": sum(kept), "patches": patches, "gradients": boxes(engine, engine.gradients())}
     engine.context.groups.close()
     engine.close()
     return found
