@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridflow.algorithms.masked import token_column
 from hybridflow.config import VLLM, Sampling
 from hybridflow.engines.row_images import RowImages
@@ -39,3 +41,18 @@ def generated(world: World, name: str, models: Sequence[Path], kind: str, tp: in
     except PromptError as error:
         found.append(str(error))
     return found
+
+
+def profiled(world: World, name: str, model: Path, max_length: int) -> tuple[bool, list[int], int]:
+    """Whether vLLM is told to leave images out where it measures memory, the patches that it encodes there, and the
+    most tokens of images in a step."""
+    strategy = VLLM(kv_cache_gb=0.02, max_sequences=16, max_length=max_length, dtype="float32")
+    engine, seen = build(world, name, model, strategy), list[int]()
+    runner = engine._runner()
+    multimodal = runner.model_config.multimodal_config
+    skipped, multimodal.skip_mm_profiling = multimodal.skip_mm_profiling, False
+    runner._dummy_sampler_run = lambda hidden: hidden  # our sampler comes after the profile, and knows rows only
+    runner.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with torch.inference_mode():
+        runner.profile_run()
+    return skipped, seen, runner.mm_budget.get_encoder_budget()

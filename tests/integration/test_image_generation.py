@@ -38,3 +38,17 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(tmp_path, kind, 
         logs = want.log_softmax(-1).gather(-1, responses.values[:, None])[:, 0]
         assert torch.allclose(torch.tensor([one for _, several in drawn for one in several]), logs, atol=1e-3)
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_profile_of_memory_encodes_the_images_of_a_step(tmp_path, kind):
+    """As many of the largest as vLLM encodes at once; on a CPU, whose cache has the size that is asked for, it is not
+    made."""
+    model, processes = make_vision(tmp_path / "model", kind), RankProcesses(1)
+    try:
+        ((skipped, encoded, budget),) = processes.run(1, tasks.profiled, "profile", model, 500)
+    finally:
+        processes.close()
+    assert skipped
+    assert budget == 8192
+    assert 4 * budget * 0.95 < sum(encoded) < 4 * budget * 1.05

@@ -81,7 +81,7 @@ def start_core(
                 stack.enter_context(one)
             model_class = _load_model_class(architecture(spec))
             if spec.images:
-                stack.enter_context(longest_image(model_class))
+                stack.enter_context(longest_image(model_class, spec.images))
             if on_transformers(spec):
                 stack.enter_context(isolation.uncompiled())
             config = _config(strategy, spec, checkpoint, device)
@@ -205,7 +205,8 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         attention_backend=_attention(spec, device),
         kernel_config=KernelConfig(enable_jit_warmup=False),  # of kernels most of which vLLM's own sampler calls
         seed=0,
-        **(SETTINGS if spec.images else {}),
+        # a CPU's cache has the size that is asked for, and needs no profile
+        **({**SETTINGS, "skip_mm_profiling": cpu} if spec.images else {}),
     ).create_engine_config()
     if strategy.pp == 1 and not config.scheduler_config.async_scheduling:  # where it is, it overlaps with the device
         from hybridflow.engines.vllm.scheduler import DecodeScheduler

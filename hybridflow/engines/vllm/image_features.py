@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from hybridflow.engines.row_images import RowImages
 from hybridflow.engines.vllm.isolation import replaced
@@ -19,20 +23,15 @@ SETTINGS: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": 1, "video": 0},  # checked by vLLM's front end, which we do without
     "mm_device_do_normalize": False,  # patches are normalised already
     "mm_processor_cache_gb": 0,
-    "skip_mm_profiling": True,  # with images that a processor of vLLM's own would make
 }
 """Of `EngineArgs`, for a model that reads images."""
 
 
 def features(ids: list[int], images: RowImages, tokens: ImageTokens, salt: str | None) -> list[MultiModalFeatureSpec]:
     """Of a prompt `ids` whose tokens of images are as many as `images` have. Those of another `salt` share no cache."""
-    from transformers import BatchFeature
-    from vllm.model_executor.models.qwen2_vl import _create_qwen2vl_field_factory
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-    given = BatchFeature({PIXELS: images.patches, GRIDS: images.grids})
-    items = MultiModalKwargsItems.from_hf_inputs(given, _create_qwen2vl_field_factory(tokens.merge)(given))["image"]
-    found, at = [], 0
+    items, found, at = _items(images.patches, images.grids, tokens), [], 0
     for item, name, count in zip(items, images.names, tokens.counts(images.grids).tolist(), strict=True):
         name, at = f"{name}{salt or ''}", ids.index(tokens.token, at)
         place = PlaceholderRange(offset=at, length=count)
@@ -41,14 +40,31 @@ def features(ids: list[int], images: RowImages, tokens: ImageTokens, salt: str |
     return found
 
 
+def _items(patches: Tensor, grids: Tensor, tokens: ImageTokens) -> Any:
+    """An item of vLLM's for each image."""
+    from transformers import BatchFeature
+    from vllm.model_executor.models.qwen2_vl import _create_qwen2vl_field_factory
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    given = BatchFeature({PIXELS: patches, GRIDS: grids})
+    return MultiModalKwargsItems.from_hf_inputs(given, _create_qwen2vl_field_factory(tokens.merge)(given))["image"]
+
+
 @contextmanager
-def longest_image(model_class: Any) -> Iterator[None]:
-    """Inside, an image may fill the context of this model, and vLLM makes no processor of its own to find that out."""
+def longest_image(model_class: Any, tokens: ImageTokens) -> Iterator[None]:
+    """Inside, an image may fill the context of this model, and vLLM makes no processor of its own to find that out. Its
+    profile encodes the most of these that a step may have, whose memory the KV cache then leaves alone."""
 
     def build(self: Any, ctx: Any) -> Any:
-        info = self.info(ctx)
+        info, longest = self.info(ctx), ctx.model_config.max_model_len
         info.get_mm_max_tokens_per_item = lambda seq_len, mm_counts: {"image": seq_len}
-        return SimpleNamespace(info=info)
+
+        def dummy(mm_counts: Any, cache: Any = None) -> dict[str, Any]:
+            height = math.isqrt(longest)
+            grids = torch.tensor([[1, height * tokens.merge, -(-longest // height) * tokens.merge]])
+            return {"mm_kwargs": {"image": _items(torch.zeros(int(grids.prod()), tokens.patch), grids, tokens)}}
+
+        return SimpleNamespace(info=info, get_dummy_mm_inputs=dummy)
 
     with replaced(type(model_class._processor_factory), "build_processor", build):
         yield
