@@ -12,7 +12,7 @@ from hybridflow.algorithms.masked import token_column
 from hybridflow.batch.batch import Batch
 from hybridflow.errors import PromptError, of_row
 from hybridflow.models.hf_spec import Decoder
-from hybridflow.models.images import GRIDS, PIXELS, VISION_FAMILIES
+from hybridflow.models.images import GRIDS, LONGEST_IMAGE, PIXELS, VISION_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spe
         raise PromptError(
             f"prompt {name} has images of {images.grids[~fitting].tolist()} patches: height and width must be "
             f"multiples of {tokens.merge}. Give PromptLoader(processor=) the processor of this model."
+        )
+    if images is not None and (longest := int(tokens.counts(images.grids).max())) > LONGEST_IMAGE:
+        raise PromptError(
+            f"prompt {name} has an image of {longest} tokens, and generation encodes {LONGEST_IMAGE} at most. Give "
+            f"PromptLoader(processor=) a processor of smaller images (max_pixels=)."
         )
     seen, given = prompt.count(tokens.token), 0 if images is None else int(tokens.counts(images.grids).sum())
     if seen != given:

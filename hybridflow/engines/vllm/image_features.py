@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.engines.row_images import RowImages
 from hybridflow.engines.vllm.isolation import replaced
-from hybridflow.models.images import GRIDS, PIXELS, ImageTokens
+from hybridflow.models.images import GRIDS, LONGEST_IMAGE, PIXELS, ImageTokens
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -52,12 +52,13 @@ def _items(patches: Tensor, grids: Tensor, tokens: ImageTokens) -> Any:
 
 @contextmanager
 def longest_image(model_class: Any, tokens: ImageTokens) -> Iterator[None]:
-    """Inside, an image may fill the context of this model, and vLLM makes no processor of its own to find that out. Its
-    profile encodes the most of these that a step may have, whose memory the KV cache then leaves alone."""
+    """Inside, an image may fill the context of this model, up to `LONGEST_IMAGE` tokens, and vLLM makes no processor of
+    its own to find that out. Its profile encodes the most of these that a step may have, whose memory the KV cache then
+    leaves alone."""
 
     def build(self: Any, ctx: Any) -> Any:
-        info, longest = self.info(ctx), ctx.model_config.max_model_len
-        info.get_mm_max_tokens_per_item = lambda seq_len, mm_counts: {"image": seq_len}
+        info, longest = self.info(ctx), min(ctx.model_config.max_model_len, LONGEST_IMAGE)
+        info.get_mm_max_tokens_per_item = lambda seq_len, mm_counts: {"image": longest}
 
         def dummy(mm_counts: Any, cache: Any = None) -> dict[str, Any]:
             height = math.isqrt(longest)
