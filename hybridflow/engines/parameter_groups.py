@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from hybridflow.config import Optimizer
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, nearest
+from hybridflow.models.patterns import matches
 
 
 class GroupSettings(NamedTuple):
@@ -24,10 +24,6 @@ def settings_of(optimizer: Optimizer, tensor: str, decays: bool) -> GroupSetting
     own = next((dict(own) for pattern, own in groups if matches(pattern, tensor)), {})
     decay = optimizer.weight_decay if decays else 0.0
     return GroupSettings(own.get("lr", optimizer.lr), own.get("weight_decay", decay))
-
-
-def matches(pattern: str, tensor: str) -> bool:
-    return fnmatchcase(tensor, f"*{pattern}*")
 
 
 def check_groups(optimizer: Optimizer, trained: Collection[str], layout: Layout) -> None:

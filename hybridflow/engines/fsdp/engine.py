@@ -11,7 +11,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
-from hybridflow.engines.fsdp.layout import as_fsdp, check, frozen_tensors, state_layout, weights_layout
+from hybridflow.engines.fsdp.layout import as_fsdp, check, state_layout, weights_layout
 from hybridflow.engines.fsdp.sharded import Sharded
 from hybridflow.engines.host_memory import available
 from hybridflow.engines.lora.adapters import Adapters, adapted_layers
@@ -25,6 +25,7 @@ from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.engines.units import step_groups, whole_units
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.patterns import frozen_tensors
 
 _GIB = 1 << 30
 

@@ -19,12 +19,12 @@ from functools import lru_cache
 from hybridflow.config import FSDP, ZeRO
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.lora.targets import trained_tensors
-from hybridflow.engines.parameter_groups import matches
 from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout, parameter_layout
-from hybridflow.errors import ConfigError, ModelError, PlacementError, nearest
+from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.families import is_packable
 from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, TransformersSpec, check_shared_heads
 from hybridflow.models.images import LANGUAGE_MODEL, VISION_FAMILIES, VISION_TOWER
+from hybridflow.models.patterns import frozen_tensors
 from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid, divisors
 
@@ -180,29 +180,6 @@ def state_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid) -> Layout
 
     kept = {name: shape for name, shape in tensors.items() if name not in frozen}
     return Layout(kept, whole.ranks, regions, whole.part)
-
-
-def frozen_tensors(strategy: FSDP | ZeRO, spec: Decoder) -> frozenset[str]:
-    """Canonical tensors that `freeze` names. Errors: ConfigError for a pattern that fits none, for all tensors, and for
-    a part of a parameter."""
-    tensors, name = spec.tensors(), type(strategy).__name__
-    fitting = {pattern: {one for one in tensors if matches(pattern, one)} for pattern in strategy.freeze}
-    found = frozenset[str]().union(*fitting.values())
-    for pattern, several in fitting.items():
-        if not several or len(found) == len(tensors):
-            known = {part for tensor in tensors for part in tensor.split(".")}
-            raise ConfigError(
-                f"{name}(freeze={strategy.freeze}): {'all tensors have' if several else 'no tensor has'} {pattern!r} "
-                f"in the name.{'' if several else nearest(pattern, known)} Their names are those of model.safetensors, "
-                f"such as {next(iter(tensors))}."
-            )
-    for part in spec.parts.values():
-        if found.intersection(part.tensors) and not found.issuperset(part.tensors):
-            raise ConfigError(
-                f"{name}(freeze={strategy.freeze}): {' and '.join(part.tensors[:3])} are one parameter. Freeze all of "
-                f"them or none."
-            )
-    return found
 
 
 def check_experts(spec: Decoder, ep: int, role: str = "the model") -> None:

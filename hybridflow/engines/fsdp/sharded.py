@@ -25,13 +25,14 @@ from hybridflow.config import FSDP
 from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.flat_shards import canonical_name
-from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, frozen_tensors, tensor_parallel_styles, weights_layout
+from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
 from hybridflow.engines.fsdp.shared_experts import share_experts
 from hybridflow.engines.layer_waits import local_tensor
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder
+from hybridflow.models.patterns import frozen_tensors
 from hybridflow.models.spec import Part
 
 AXES = ("replicate", "shard", "tp")

@@ -9,11 +9,13 @@ With N data parallel ranks (Rajbhandari et al. 2020), beside the cuts by p and t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +24,8 @@ from hybridflow.errors import ConfigError, ModelError, PlacementError, nearest
 from hybridflow.models.architecture import architecture
 from hybridflow.models.families import is_packable
 from hybridflow.models.hf_spec import Decoder, check_shared_heads
+from hybridflow.models.images import VISION_TOWER
+from hybridflow.models.patterns import frozen_tensors
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.model_sizes import Sizes
@@ -35,8 +39,8 @@ class Backend:
 
     `pipeline` and `tensor`: it has sizes p and t. `stage` as above. `copies`: whole copies of the parameters that
     FSDP's ranks keep. `often`: gradients are reduced after every micro-batch. `offload`: what the stage cuts waits in
-    host memory. `lora`: only adapters are trained. `of_transformers`: layers are those of transformers, which keep more
-    for the backward pass than Megatron's."""
+    host memory. `lora`: only adapters are trained; tensors of names as in `freeze` are not. `of_transformers`: layers
+    are those of transformers, which keep more for the backward pass than Megatron's."""
 
     strategy: Megatron | FSDP | ZeRO
     pipeline: bool = False
@@ -46,6 +50,7 @@ class Backend:
     often: bool = False
     offload: bool = False
     lora: LoRA | None = None
+    freeze: tuple[str, ...] = ()
     of_transformers: bool = True
 
     @classmethod
@@ -126,7 +131,9 @@ class Backend:
 BACKENDS: Mapping[type, Callable[[Any], Backend]] = MappingProxyType(
     {
         Megatron: lambda given: Backend(given, pipeline=True, tensor=True, lora=given.lora, of_transformers=False),
-        ZeRO: lambda given: Backend(given, stage=given.stage, often=given.stage > 1, offload=given.offload),
+        ZeRO: lambda given: Backend(
+            given, stage=given.stage, often=given.stage > 1, offload=given.offload, freeze=given.freeze
+        ),
         FSDP: lambda given: Backend(
             given,
             tensor=given.lora is None,
@@ -135,11 +142,43 @@ BACKENDS: Mapping[type, Callable[[Any], Backend]] = MappingProxyType(
             often=given.reduce_often,
             offload=given.offload,
             lora=given.lora,
+            freeze=given.freeze,
         ),
     }
 )
 """The cost model of each type of strategy."""
 MEGATRON = Backend.of(Megatron())
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Elements without gradients: of a decoder layer, on average, of these in matrices, of the output, and outside of
+    the layers, those of the tower apart."""
+
+    layer: float = 0.0
+    matrices: float = 0.0
+    output: float = 0.0
+    outside: float = 0.0
+    tower: float = 0.0
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(model: Decoder, backend: Backend) -> Frozen:
+        """Errors: those of `frozen_tensors`."""
+        if not backend.freeze:
+            return Frozen()
+        decoder, layers = getattr(model, "decoder", "model"), getattr(model, "layer_list", "model.layers")
+        found, shapes = Counter[str](), model.tensors()
+        for name in frozen_tensors(backend.strategy, model):  # pyright: ignore[reportArgumentType]  not Megatron's
+            of, size = getattr(model, "parameter", str)(name), prod(shapes[name])
+            if of.startswith(f"{layers}."):
+                found["layer"] += size
+                found["matrices"] += size if len(shapes[name]) > 1 else 0
+            else:
+                found["tower" if of.startswith(VISION_TOWER) else "outside"] += size
+                found["output"] += 0 if of.startswith(f"{decoder}.") else size
+        each = {"layer": found["layer"] / model.layers, "matrices": found["matrices"] / model.layers}
+        return Frozen(**{**found, **each})
 
 
 @lru_cache(maxsize=256)

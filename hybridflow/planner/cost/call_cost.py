@@ -19,6 +19,7 @@ from hybridflow.planner.cost.pipeline_cost import (
     LAUNCHES,
     CallContext,
     PipelineSchedule,
+    images_forward,
     layer_forward,
     output_forward,
     stage_pass,
@@ -162,6 +163,7 @@ def training(context: CallContext, rows: float, minibatches: int, epochs: int) -
     links, size, k, backend = context.links, context.size, context.coefficients, context.backend
     steps = min(minibatches, max(1, int(rows)))
     (shard, experts), width = context.held, context.itemsize
+    shard, experts = shard * context.trained_share, experts * context.trained_share
     if backend.lora is not None:
         shard, experts, width = context.stepped, 0.0, REDUCED  # adapters are float32 too
     buffers = -(-size.layers // links.p) + 1  # of each layer, and of what lies outside
@@ -203,7 +205,9 @@ def update_work(context: CallContext, rows: float, minibatches: int, epochs: int
 def update(context: CallContext) -> float:
     """Seconds of an optimizer step on a device, beside messages."""
     links, backend = context.links, context.backend
-    outside, experts = context.held if backend.lora is None else (context.stepped, 0.0)
+    outside, experts = (each * context.trained_share for each in context.held)
+    if backend.lora is not None:
+        outside, experts = context.stepped, 0.0
     stepped, sharded = outside + experts, backend.sharded
     own = outside / (context.parallel.shards if sharded else links.d)
     own += experts / (context.parallel.expert_shards if sharded else context.expert_ranks)
@@ -320,5 +324,5 @@ def prefill(context: CallContext, prompts: float) -> tuple[Seconds, float]:
     pairs = prompts * size.pairs(work.prompt.mean, work.prompt.square_mean) / passes
     layer = context.measured("forward", tokens / passes, layer_forward(context, tokens / passes, pairs))
     message = context.links.stage_message(tokens / passes * size.hidden * context.itemsize)
-    stage = layer.times(-(-size.layers // p))
+    stage = layer.times(-(-size.layers // p)).plus(images_forward(context, prompts / passes))
     return stage.times(passes), (p - 1) * stage.total + (passes + p - 1) * message

@@ -77,14 +77,15 @@ def static(context: CallContext, trained: bool, averaged: bool = False) -> Devic
         ranks = 1 if backend.sharded else context.parallel.d
         return DeviceMemory(parameters + own * MAIN, own * GRADIENT, own * MOMENTS / ranks)
     shard, d, (outside, experts) = parameters / context.itemsize, context.parallel.d, context.held
+    stepped = shard * context.trained_share
     if backend.sharded:  # parameters are their own float32 main ones
-        return DeviceMemory(shard * MAIN, shard * GRADIENT, shard * MOMENTS)
+        return DeviceMemory(shard * MAIN, stepped * GRADIENT, stepped * MOMENTS)
     state = MOMENTS + (MAIN if context.itemsize < MAIN else 0)
     gradients = GRADIENT / d if backend.stage == 2 else GRADIENT
     if backend.offload:
-        return DeviceMemory(parameters, 0.0 if backend.stage == 2 else shard * gradients)
-    own = outside / d + experts / context.expert_ranks
-    return DeviceMemory(parameters, shard * gradients, own * state)
+        return DeviceMemory(parameters, 0.0 if backend.stage == 2 else stepped * gradients)
+    own = (outside / d + experts / context.expert_ranks) * context.trained_share
+    return DeviceMemory(parameters, stepped * gradients, own * state)
 
 
 def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget: float | None = None) -> DeviceMemory:
@@ -120,11 +121,13 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     # where ranks share the sequence, Megatron's buffer for all of it
     read += (whole := (tokens + longer) * size.hidden * context.itemsize if context.links.shares > 1 else 0.0)
     sent += whole
+    kept_images, encoding = image_activations(context, (tokens + longer) / work.tokens, kind == "training")
     # two layers (one computes, the next is on its way) and all that lies outside of the layers
     unit, outside = context.unit
     gathered = (2 * unit + outside) * context.itemsize if context.backend.sharded else 0.0
     if kind == "inference":  # logits come when a layer's are gone
         first, last = (tokens + longer) * (4 * size.intermediate / t * context.itemsize + 2 * hidden) + sent, read
+        first = max(first, encoding)
         if context.backend.sharded:  # what lies outside comes first, as one message that is taken apart
             first = max(first, outside * context.itemsize)
         return DeviceMemory(activations=max(0.0, first - last), logits=last, weights=own, gathered=gathered)
@@ -132,17 +135,32 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     kept = -(-size.layers // p) * (hidden if work.recompute else layer)
     passing = (tokens + longer) * (backward_activations(context) + layer * work.recompute)
     ends = [0.0 if context.backend.lora else side / t * context.itemsize for side in (size.embedding, size.output)]
+    ends[0] += context.trained_tower * context.itemsize
     # gradients of logits, beside these or the gradient of what made them; gone when a layer's backward pass comes
     read = max(read, ends[1]) + logits * context.itemsize
     begun = (flight - 1) * tokens * kept + ends[0] + (tokens * size.hidden * context.itemsize if ends[0] else 0.0)
-    first = max(flight * tokens * kept + passing, begun) + longer * kept + sent
-    last = (tokens + longer) * kept + read
+    first = max(max(flight * tokens * kept + passing, begun) + longer * kept + sent + kept_images, encoding)
+    last = (tokens + longer) * kept + read + kept_images
     activations, logits = (last - read, read) if last > first else (first, 0.0)
     if context.backend.stage > 1:  # whole gradients that wait to be added up over ranks: of two units of the model;
         (unit, outside), micro = context.trained, schedule.micro * schedule.flushes
         some = micro == 1 or context.backend.often  # of all where micro-batches are added up on each rank first
         gathered += (unit + max(unit, outside) if some else size.layers * unit + outside) * GRADIENT
     return DeviceMemory(activations=activations, logits=logits, weights=own, gathered=gathered)
+
+
+def image_activations(context: CallContext, rows: float, training: bool) -> tuple[float, float]:
+    """Bytes of a micro-batch of `rows` rows that what encodes images keeps for its backward pass, and at most while it
+    encodes, as transformers' blocks do: measured for 16 and 32 bits, with gated MLPs and plain ones."""
+    tower, itemsize = context.size.tower, context.itemsize
+    patches, block = rows * context.workload.patches, 11 * tower.width + 2 * tower.intermediate
+    if tower.gated:
+        block = (13 if itemsize == 4 else 15) * tower.width + 4 * tower.intermediate
+    pixels, kept = patches * tower.patch * 4.0, 0.0  # whole rows: float32, as they come
+    if training and context.trained_tower:
+        each = tower.width if context.workload.recompute else block
+        kept = patches * (tower.layers * each + tower.patch + 6 * tower.width) * itemsize
+    return pixels + kept, pixels + kept + patches * block * itemsize
 
 
 def backward_activations(context: CallContext) -> float:

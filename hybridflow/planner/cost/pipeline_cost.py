@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridflow.models.hf_spec import Decoder
-from hybridflow.planner.cost.backends import MEGATRON, Backend, adapters
+from hybridflow.planner.cost.backends import MEGATRON, Backend, Frozen, adapters
 from hybridflow.planner.cost.hardware import BYTES, Coefficients, LinkModel, Seconds
 from hybridflow.planner.cost.layer_profile import LayerProfile, Pass
 from hybridflow.planner.describe.mesh import Parallel
@@ -51,19 +51,43 @@ class CallContext:
         the layers."""
         lora, size, t = self.backend.lora, self.size, self.parallel.t
         if lora is None:
-            return self.unit
+            (layer, outside), frozen = self.unit, self.frozen
+            return layer - frozen.layer / t, outside - frozen.outside / t - frozen.tower
         return adapters(self.model, lora, t)[0], float(size.hidden if self.model.head == "value" else 0)
+
+    @property
+    def frozen(self) -> Frozen:
+        return Frozen.of(self.model, self.backend)
+
+    @property
+    def trained_share(self) -> float:
+        """Of the elements that a rank computes with."""
+        if not self.backend.freeze:
+            return 1.0
+        (trained, ends), (layer, outside), layers = self.trained, self.unit, self.size.layers
+        return (layers * trained + ends) / (layers * layer + outside)
+
+    @property
+    def trained_tower(self) -> float:
+        """Elements that training steps of what encodes images."""
+        return 0.0 if self.backend.lora else self.size.tower.elements - self.frozen.tower
+
+    @property
+    def towers(self) -> int:
+        """Ranks that share what encodes images: those of an engine that generates."""
+        return 1 if self.backend.of_transformers else self.parallel.t
 
     @property
     def unit(self) -> tuple[float, float]:
         """Elements that a rank computes with: of a decoder layer, and of all that lies outside of the layers."""
         size, t = self.size, self.parallel.t
-        return (size.layer - size.expert) / t + size.expert / self.parallel.experts, size.outside / t
+        layer = (size.layer - size.expert) / t + size.expert / self.parallel.experts
+        return layer, size.outside_on(t, self.towers)
 
     @cached_property
     def held(self) -> tuple[float, float]:
         """Elements on the rank with most that computes with them: outside of routed experts, and in these."""
-        return self.size.held(self.parallel.p, self.parallel.t, self.parallel.experts)
+        return self.size.held(self.parallel.p, self.parallel.t, self.parallel.experts, self.towers)
 
     @property
     def expert_ranks(self) -> float:
@@ -155,6 +179,28 @@ def output_forward(context: CallContext, tokens: float) -> Seconds:
     ).launched(LAUNCHES * context.coefficients.latency)
 
 
+def images_forward(context: CallContext, rows: float) -> Seconds:
+    """What encodes images over those of `rows` rows."""
+    links, k, tower, patches = context.links, context.coefficients, context.size.tower, context.workload.patches
+    if not tower.layers or not patches or not rows:
+        return Seconds()
+    width, wide = tower.width / context.towers, tower.intermediate / context.towers
+    moved = tower.layers * (APART * tower.width + 2 * ROTATED * width + GATED * wide)
+    attention = 4 * rows * tower.pairs(patches) * width / (links.flops * k.attention)
+    return Seconds(
+        compute=product(context, rows * patches, tower.meets / context.towers, width) + attention,
+        memory=rows * patches * moved * context.itemsize / links.bandwidth,
+    ).launched(LAUNCHES * tower.layers * k.latency)
+
+
+def images_pass(context: CallContext, rows: float, training: bool) -> Seconds:
+    """Those of a micro-batch: nothing that is frozen lies before it, so without gradients it has no backward pass."""
+    forward = images_forward(context, rows)
+    if not training or not forward.total or not (trained := context.trained_tower):
+        return forward
+    return forward.times(2 if context.workload.recompute else 1).plus(backward(context, forward, trained))
+
+
 @dataclass(frozen=True)
 class PipelineSchedule:
     """`flushes` times, one after another, `micro` micro-batches of `rows` rows follow each other through the stages."""
@@ -200,12 +246,12 @@ def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Secon
     read = rows * work.response.mean
     forward = output_forward(context, read)
     own = Seconds(fixed=context.coefficients.micro_seconds)
-    frozen = forward.compute if context.backend.lora is not None else 0.0
+    frozen = 1.0 if context.backend.lora is not None else context.frozen.output / max(size.output, 1)
     output = context.measured("output", read, forward.plus(own))
     if training:
-        back = backward(context, forward, 0.0 if frozen else size.output / links.t, frozen)
+        back = backward(context, forward, (1 - frozen) * size.output / links.t, frozen * forward.compute)
         output = output.plus(context.measured("output_backward", read, back.plus(own)))
-    last = layer.times(size.layers // p).plus(output)
+    last = layer.times(size.layers // p).plus(output).plus(images_pass(context, rows, training))
     stage = last
     if p > 1 and size.layers % p:
         first = layer.times(-(-size.layers // p))
@@ -223,6 +269,8 @@ def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool
         moved = tokens * 2 * sides * context.itemsize / links.bandwidth
         summed = links.tensor_all_reduce(tokens * between * context.itemsize)
         forward = forward.plus(Seconds(product(context, tokens, lora.rank * sides, lora.rank), moved, summed))
+    elif context.frozen.matrices:
+        frozen = layer_products(context, tokens) * context.frozen.matrices / context.size.layer
     back = backward(context, forward, context.trained[0], frozen)
     forward = context.measured("forward", tokens, forward)
     if not training:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
 from hybridflow.planner.describe.mesh import CallPlan
-from hybridflow.planner.describe.model_sizes import Sizes
+from hybridflow.planner.describe.model_sizes import Sizes, Tower
 from hybridflow.topology import GenerationGrid, RankGrid, even_bounds
 
 Floats = NDArray[np.floating]
@@ -146,7 +146,7 @@ def layer_spans(size: Sizes, *stages: int) -> tuple[dict[str, tuple[int, int]], 
     spans = {f"layers {a}-{b}": (a, b) for a, b in pairwise(cuts)}
     weight = {name: float((b - a) * size.layer) for name, (a, b) in spans.items()}
     spans |= {"embedding": (0, 0), "output": (size.layers, size.layers)}
-    weight |= {"embedding": float(size.embedding), "output": float(max(size.output, 1))}
+    weight |= {"embedding": float(size.embedding + size.tower.elements), "output": float(max(size.output, 1))}
     return spans, weight
 
 
@@ -181,7 +181,7 @@ def reallocation(
     else:
         rest, routed = (
             replace(size, layer=size.layer - size.expert),
-            replace(size, layer=size.expert, embedding=0, output=0),
+            replace(size, layer=size.expert, embedding=0, output=0, tower=Tower()),
         )
         moved = volume(LayoutChange.of(rest, cluster, source, target), itemsize)
         moved = moved.plus(volume(LayoutChange.of(routed, cluster, source, target, experts=True), itemsize))

@@ -12,7 +12,8 @@ from math import prod
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.hf_spec import Decoder, TransformersSpec, latent_size, text_config
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size, text_config
+from hybridflow.models.images import VISION_TOWER
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import even_bounds
 
@@ -22,9 +23,31 @@ _ATTENTION = re.compile(r"att(ention|n)|mixer|temporal", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class Tower:
+    """What encodes images of patches of `patch` numbers: its `elements`, those that a patch `meets` in products, and
+    `layers` blocks of `width` columns and `intermediate` ones, `gated` or not. Of them `windowed` look at `window`
+    patches, the others at all of an image."""
+
+    elements: int = 0
+    meets: float = 0.0
+    patch: int = 0
+    layers: int = 0
+    width: int = 0
+    intermediate: int = 0
+    gated: bool = False
+    windowed: int = 0
+    window: int = 0
+
+    def pairs(self, patches: float) -> float:
+        """Of all blocks, in an image of `patches` patches."""
+        return patches * ((self.layers - self.windowed) * patches + self.windowed * min(patches, self.window))
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Elements of a model's parts: a decoder `layer` of `tensors` tensors, the `embedding` and the `output`; where
-    layers differ the mean, and `each` has (elements, of these in routed experts) of every layer.
+    layers differ the mean, and `each` has (elements, of these in routed experts) of every layer. Its `tower` is one of
+    its ends.
 
     Of a layer, `expert` elements are those of `experts` routed experts with `columns` each in the share `sparse` of the
     layers, `chosen` of which a token meets; `attention` and `mlp` those of all other matrices, keys and values counted
@@ -54,6 +77,7 @@ class Sizes:
     columns: int = 0
     sparse: float = 0.0
     each: tuple[tuple[int, int], ...] = ()
+    tower: Tower = Tower()
 
     def __hash__(self) -> int:
         return hash((self.total, self.layers, self.layer))
@@ -88,14 +112,18 @@ class Sizes:
         )
         return sum(each)
 
-    def held(self, p: int, t: int, experts: int) -> tuple[float, float]:
-        """Elements of the stage with most on one rank, of p stages whose layers `t` ranks share, and routed experts
-        `experts` ranks: outside of these, and in them."""
-        return _held(self, p, t, experts)
+    def outside_on(self, t: int, towers: int) -> float:
+        """Elements outside of the layers on each of `t` ranks, `towers` of which share the tower."""
+        return (self.outside - self.tower.elements) / t + self.tower.elements / towers
+
+    def held(self, p: int, t: int, experts: int, towers: int = 1) -> tuple[float, float]:
+        """Elements of the stage with most on one rank, of p stages whose layers `t` ranks share, routed experts
+        `experts` ranks, and the tower `towers`: outside of experts, and in them."""
+        return _held(self, p, t, experts, towers)
 
 
 @lru_cache(maxsize=4096)
-def _held(size: Sizes, p: int, t: int, experts: int) -> tuple[float, float]:
+def _held(size: Sizes, p: int, t: int, experts: int, towers: int) -> tuple[float, float]:
     bounds, stages = even_bounds(size.layers, p), list[tuple[float, float]]()
     for stage in {0, p - 1} if not size.each else range(p):  # larger stages come first
         first, last = bounds[stage], bounds[stage + 1]
@@ -104,8 +132,9 @@ def _held(size: Sizes, p: int, t: int, experts: int) -> tuple[float, float]:
         if size.each:
             layers, routed = map(sum, zip(*size.each[first:last], strict=True))
         ends = size.embedding * (stage == 0) + (size.hidden + size.output) * (stage == p - 1)
-        outside = size.total - size.layers * size.layer if p == 1 else ends  # of one stage: a tied output is no copy
-        stages.append(((layers - routed + outside) / t, routed / experts))
+        outside = ends / t + size.tower.elements / towers * (stage == 0)
+        outside = size.outside_on(t, towers) if p == 1 else outside  # of one stage: a tied output is no copy
+        stages.append(((layers - routed) / t + outside, routed / experts))
     return max(stages, key=sum)
 
 
@@ -156,7 +185,7 @@ def _read(model: TransformersSpec) -> Sizes:
             count["attention" if _ATTENTION.search(name.removeprefix(at[0])) else "mlp"] += size
     if any(routed) and not mixture["experts"]:
         raise ModelError(f"{model.family} has experts, and its config does not say how many: it cannot be planned yet.")
-    hidden, layers, total = model.hidden, model.layers, model.num_parameters
+    hidden, layers, total, tower = model.hidden, model.layers, model.num_parameters, _tower(model)
     heads, get = model.heads, lambda name: getattr(config, name, None) or 0
     width = get("head_dim") or (get("qk_nope_head_dim") + get("qk_rope_head_dim")) or hidden // heads
     width *= _attending(config)  # the mean of all layers
@@ -174,7 +203,7 @@ def _read(model: TransformersSpec) -> Sizes:
         vocab=model.vocab if model.head == "lm" else 1,
         layer=sum(elements) / layers,
         tensors=-(-sum(map(bool, map(of_layer.match, map(model.parameter, model.shapes)))) // layers),
-        embedding=count["outside"] - hidden,
+        embedding=count["outside"] - hidden - tower.elements,
         output=model.vocab * hidden if model.tied and model.head == "lm" else count["output"],
         total=total,
         attention=count["attention"] / layers - 2 * hidden * kv_heads * head_dim,
@@ -184,7 +213,34 @@ def _read(model: TransformersSpec) -> Sizes:
         expert=count["experts"] / layers,
         each=tuple(zip(elements, routed, strict=True)) if any(routed) else (),
         sparse=sum(map(bool, routed)) / layers,
+        tower=tower,
         **(mixture if any(routed) else {}),
+    )
+
+
+def _tower(model: TransformersSpec) -> Tower:
+    """A patch meets all matrices but tables of positions; what merges patches, a share of them."""
+    if model.images is None:
+        return Tower()
+    config, merge, elements, meets = hf_config(model.config).vision_config, model.images.merge, 0, 0.0
+    own = [(model.parameter(name), shape) for name, shape in model.shapes.items()]
+    for name, shape in own:
+        if name.startswith(VISION_TOWER):
+            elements += prod(shape)
+            if len(shape) > 1 and "pos_embed" not in name:
+                meets += prod(shape) / (merge**2 if "merger" in name else 1)
+    whole = getattr(config, "fullatt_block_indexes", None)
+    side = merge * (config.window_size // merge // config.patch_size) if whole is not None else 0
+    return Tower(
+        elements=elements,
+        meets=meets,
+        patch=model.images.patch,
+        layers=config.depth,
+        width=config.hidden_size,
+        intermediate=config.intermediate_size,
+        gated=any(name.startswith(VISION_TOWER) and ".gate_proj." in name for name, _ in own),
+        windowed=0 if whole is None else config.depth - len(whole),
+        window=side**2,
     )
 
 

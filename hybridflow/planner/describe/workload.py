@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.config import KV, DType
 from hybridflow.errors import ConfigError
-from hybridflow.settings import Positive, Size, check_fields, is_number, require, settings
+from hybridflow.settings import NonNegative, Positive, Size, check_fields, is_number, require, settings
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Workload:
     With `sequence_parallel` the ranks of a tensor parallel group share what lies between the cut matrices, too, and
     hand it to the next stage once. With `time_sharing` two updates that follow each other run together where they have
     one layout with several stages (`hf.together`). Without `cuda_graphs` (`VLLM(eager=True)`) the kernels of a decode
-    step are launched one by one. `kv` is that of a stream's VLLM. Errors: ConfigError for sizes that are not positive,
-    and for more responses per prompt than rows."""
+    step are launched one by one. `kv` is that of a stream's VLLM. `patches` are those of the image of a row, whose
+    tokens are part of `prompt`. Errors: ConfigError for sizes that are not positive, and for more responses per prompt
+    than rows."""
 
     rows: Size
     prompt: Any  # given as what Lengths.of takes, a Lengths from then on
@@ -70,6 +71,7 @@ class Workload:
     time_sharing: bool = False
     cuda_graphs: bool = True
     kv: KV = "recompute"
+    patches: NonNegative = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt", "response"):

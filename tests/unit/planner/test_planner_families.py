@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from benchmarks.dataflows import grpo
 from hybridflow.config import FSDP, Megatron, ZeRO
 from hybridflow.engines.fsdp.layout import check as check_fsdp
+from hybridflow.engines.fsdp.layout import state_layout as fsdp_state
 from hybridflow.engines.megatron.layout import check as check_megatron
 from hybridflow.engines.megatron.layout import state_layout, weights_layout
 from hybridflow.errors import ModelError, PlacementError
@@ -25,13 +26,15 @@ from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model, spe
 from hybridflow.planner import ClusterSpec, Coefficients, Parallel, Pin, Workload, plan
 from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.pipeline_cost import layer_forward, output_forward
+from hybridflow.planner.cost.device_memory import image_activations
+from hybridflow.planner.cost.pipeline_cost import images_forward, layer_forward, output_forward
 from hybridflow.planner.describe.cluster_spec import DeviceSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.search.auto_mapping import AutoMapping
 from hybridflow.planner.search.call_search import options_of
 from tests.contracts.family_cases import FAMILIES, MEGATRON, config
+from tests.vision_models import KINDS, sizes
 
 LATENT: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -256,3 +259,85 @@ def test_rows_that_do_not_fit_are_shared():
 def test_families_without_prices_are_refused_by_their_reason():
     with pytest.raises(ModelError, match="Megatron does not compute gpt2"):
         plan(replace(grpo(spec("gpt2")), strategies={"actor": Megatron()}), "h100:1x8", WORK)
+
+
+# Images
+
+
+@cache
+def vision(kind: str) -> Decoder:
+    return TransformersSpec.of(sizes(kind, num_hidden_layers=3))
+
+
+def image_costs(kind: str, strategy: Any, work: Workload) -> Any:
+    exact = Coefficients(compute=1.0, attention=1.0, half_columns=0.0)
+    node = NodeSpec(DeviceSpec("slow", 1e12, {"bfloat16": 1.0, "float32": 1.0}, 1e30), 8, 1.0)
+    graph = replace(grpo(vision(kind)), strategies={"actor": strategy})
+    return Costs(ClusterSpec((node,), 1.0), graph, work, exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_encodes_images_is_counted(kind):
+    """Its elements, on ranks that train whole, and its arithmetic beside that of the text."""
+    model, size, side = vision(kind), Sizes.of(vision(kind)), 16
+    tower = sum(prod(shape) for name, shape in model.tensors().items() if "visual" in name)
+    assert size.tower.elements == tower
+    assert size.embedding == 96 * size.hidden
+    assert sum(size.held(1, 1, 1)) == sum(map(prod, model.tensors().values()))
+    assert sum(size.held(1, 2, 2)) == pytest.approx((size.total - tower) / 2 + tower)
+    assert sum(size.held(1, 2, 2, 2)) == pytest.approx(size.total / 2)
+    costs = image_costs(kind, FSDP(), replace(WORK, patches=side**2))
+    context = costs.context("actor", CallPlan(Mesh.of(0, 1), Parallel()))
+    module: Any = make_model(model.config, torch.float32).get_submodule("model.visual").eval()
+    module.set_attn_implementation("eager")
+    pixels, grid = torch.zeros(2 * side**2, size.tower.patch), torch.tensor([[1, side, side]] * 2)
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        module(pixels, grid_thw=grid)
+    assert counted.get_total_flops() == pytest.approx(images_forward(context, 2).compute, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_encodes_images_keeps_is_what_autograd_saves(kind, dtype):
+    model, kept = vision(kind), dict[int, int]()
+    module = make_model(model.config, getattr(torch, dtype)).get_submodule("model.visual")
+    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in parameters:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    costs = image_costs(kind, FSDP(), replace(WORK, patches=256, recompute=False, dtype=dtype))
+    context = costs.context("actor", CallPlan(Mesh.of(0, 1), Parallel()))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or pack(one), lambda one: one):
+        module(torch.zeros(256, Sizes.of(model).tower.patch, dtype=getattr(torch, dtype)), torch.tensor([[1, 16, 16]]))
+    found, _ = image_activations(context, 1, training=True)
+    assert found - 256 * Sizes.of(model).tower.patch * 4 == pytest.approx(sum(kept.values()), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_has_no_gradients_state_or_backward_pass(kind):
+    work = replace(WORK, patches=64, recompute=False, dtype="float32")
+    whole, apart = (image_costs(kind, FSDP(freeze=freeze), work) for freeze in ((), ("visual",)))
+    at, tower = CallPlan(Mesh.of(0, 2), Parallel(d=2, shards=2)), Sizes.of(vision(kind)).tower
+    all_of_it, less = (costs.still("actor", at) for costs in (whole, apart))
+    assert less.parameters == all_of_it.parameters
+    assert all_of_it.gradients - less.gradients == pytest.approx(4 * tower.elements / 2)
+    assert all_of_it.optimizer - less.optimizer == pytest.approx(8 * tower.elements / 2)
+    context = apart.context("actor", at)
+    seconds = [costs.cost("actor.update_actor", at).parts["compute"] for costs in (whole, apart)]
+    backward = 2 * images_forward(context, WORK.rows / 2).compute
+    assert seconds[0] - seconds[1] == pytest.approx(backward, rel=1e-3)
+    same = [costs.cost("actor.compute_log_prob", at).parts["compute"] for costs in (whole, apart)]
+    assert same[0] == same[1]
+    attention = image_costs(kind, FSDP(freeze=("self_attn",)), work)
+    text = attention.cost("actor.update_actor", at).parts["compute"]
+    matrices = [shape for name, shape in vision(kind).tensors().items() if "self_attn" in name and len(shape) == 2]
+    by_weights = 2 * WORK.rows / 2 * WORK.tokens * sum(map(prod, matrices))
+    assert seconds[0] - text == pytest.approx(by_weights, rel=0.02)
+    grid, strategy = FSDP().grid(2), FSDP(freeze=("visual",))
+    state = fsdp_state(strategy, vision(kind), grid)
+    owned = max(sum(region.box.numel for region in state.regions(rank)) for rank in range(2))
+    assert less.optimizer / 8 == pytest.approx(owned, rel=0.02)
