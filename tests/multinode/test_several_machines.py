@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests import tiny_models
+from tests import tiny_models, vision_models
 from tests.multinode.machines import Machines, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := missing()), reason=why or "it can")]
@@ -267,11 +267,42 @@ for name, move in {
     mark(f"after-{name}")
 hf.shutdown()
 """
+IMAGES = """
+import time
+from pathlib import Path
+import numpy as np
+from PIL import Image
+import hybridflow as hf
+class Reader(hf.Worker):
+    @hf.register(hf.DP_PROTO, reads=("pixel_values", "image_grid_thw"))
+    def see(self, batch):
+        return float(sum(row.abs().sum() for row in batch["pixel_values"].rows()))
+    @hf.register(hf.ONE_TO_ALL)
+    def nothing(self): ...
+hf.init()
+here, there = (hf.ResourcePool([2], nodes=[node]) for node in ("node1", "node2"))
+groups = {name: hf.place(Reader, pool, name=name) for name, pool in
+          {"drawn": here, "first": there, "again": there, "other": there[0:1]}.items()}
+asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w1"}]}]
+drawn = [np.random.RandomState(seed).randint(0, 255, (128, 128, 3), dtype=np.uint8) for seed in range(64)]
+rows = [{"prompt": asked, "images": Image.fromarray(one)} for one in drawn]
+def mark(name):
+    print("mark", name, flush=True)
+    while not Path(name).exists():
+        time.sleep(0.05)
+for step, batch in enumerate(hf.PromptLoader(rows, batch_size=32, steps=2, processor="model")):
+    for name, group in groups.items():
+        group.nothing().get()
+        mark(f"before-{name}-{step}")
+        assert min(group.see(batch.repeat(4)).get()) > 0
+        mark(f"after-{name}-{step}")
+hf.shutdown()
+"""
 
 
-def counted(machines: Machines, fast: bool = False) -> dict[str, int]:
+def counted(machines: Machines, fast: bool = False, script: str = TRANSFERS) -> dict[str, int]:
     """The larger of what machine 2 sent and received over its link in each of the driver's transfers, in bytes."""
-    (machines.shared / "transfers.py").write_text(TRANSFERS)
+    (machines.shared / "transfers.py").write_text(script)
     found, said = dict[str, tuple[int, int]](), ""
     command = machines.command(1, ["python", "-u", "transfers.py"])
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
@@ -299,6 +330,17 @@ def test_links_carry_the_minimum(tmp_path, fast):
     if fast:  # rows travel by Ray, over the first
         del sent["rows"]
     assert all(MINIMUM <= size <= 1.05 * MINIMUM for size in sent.values()), sent
+
+
+def test_an_image_enters_a_machine_once(tmp_path):
+    """Whatever ranks and groups of it read a batch, in which four responses share each image."""
+    vision_models.make_vision(tmp_path / "model", "qwen3_vl")
+    with Machines(tmp_path, 2) as machines:
+        sent = counted(machines, script=IMAGES)
+    batch = 32 * 64 * 1536 * 4  # images of 64 patches
+    assert len(sent) == 8
+    for name, size in sent.items():
+        assert batch * name.startswith("first") <= size <= batch * (name.startswith("first") + 0.05), sent
 
 
 def test_links_of_10_mbit_change_nothing_but_time(runs, one_machine):
