@@ -176,7 +176,7 @@ def per_row(function: Callable[..., Any]) -> RowFunction:
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise ConfigError(f"per_row({name_of(function)}{signature}): it must take (prompt, response, **columns).")
     columns = [p for p in parameters if p not in positional[:2] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return RowFunction(function, () if everything else _entries(columns), everything)
+    return RowFunction(function, _entries(columns), everything)
 
 
 def whole_batch(function: Callable[..., Any]) -> TRLFunction:

@@ -12,6 +12,7 @@ from hybridflow.batch.columns import Column
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.prompts import RESERVED, RESERVED_PREFIXES
 from hybridflow.errors import RewardError
+from hybridflow.models.images import GRIDS
 from hybridflow.rewards.function_adapters import TEXTS, TRAINER, Breakdown, RowFailure, Rows, bind, name_of, place_of
 from hybridflow.rewards.process_pool import UNSENT, Outcome
 
@@ -43,13 +44,12 @@ class FunctionReward:
     """A reward function, with a check of everything that it returns.
 
     For functions as in TRL see `TRLFunction`; others are wrapped: `per_row(f)`, `whole_batch(f)`,
-    `from_compute_score(f)`. It may be
-    `async def`. Of the batch's columns it gets those that its signature names, as lists of plain Python values; with
-    `**kwargs` all that came with the prompts (those that hybridflow writes, like log_probs, only by name), unless a
-    callable object lists them in an attribute `reads`. A column that only has a default may be missing. True and False
-    count as 1 and 0; None: the function does not apply to the row; RowFailure(reason): the row could not be judged. At
-    level "token" the answer for a row is a list of numbers, one per response token. Errors: ConfigError when the
-    function cannot be called in this way.
+    `from_compute_score(f)`. It may be `async def`. Of the batch's columns it gets those that its signature names, as
+    lists of plain Python values; with `**kwargs` all that came with the prompts (those that hybridflow writes, like
+    log_probs, and images of PIL only by name), unless a callable object lists them in an attribute `reads`. A column
+    that only has a default may be missing. True and False count as 1 and 0; None: the function does not apply to the
+    row; RowFailure(reason): the row could not be judged. At level "token" the answer for a row is a list of numbers,
+    one per response token. Errors: ConfigError when the function cannot be called in this way.
     """
 
     def __init__(self, function: Callable[..., Any], *, level: Level = "sample", column: str = "rewards") -> None:
@@ -81,9 +81,9 @@ class FunctionReward:
             )
         names = [name for entry in bound.columns if (name := entry.removesuffix("?")) in columns]
         if bound.everything:
-            # A value per token that hybridflow has written is given only where it is named.
+            # A value per token that hybridflow has written, or a decoded image, is given only where it is named.
             own = {n for n in columns if n in RESERVED or n.startswith(RESERVED_PREFIXES)}
-            excluded = {"prompt", "response", TRAINER, *TEXTS, *bound.logs}
+            excluded = {"prompt", "response", TRAINER, *TEXTS, *bound.logs, *(("images",) if GRIDS in columns else ())}
             excluded |= {n for n in own if isinstance(columns[n], Ragged)}
             names += [n for n in columns if n not in excluded]
         given = {name: list(_listed(columns[name])) for name in dict.fromkeys(names)}

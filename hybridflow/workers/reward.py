@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import PARAMETERS
 from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import RewardError, rows_named
-from hybridflow.models.images import IMAGES
+from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
 from hybridflow.rewards.functions import Functions
@@ -57,12 +57,15 @@ def _reads(role: str, settings: Settings, call: Settings) -> tuple[str, ...] | N
     if settings["function"] is None:
         ids = TEXT_READS if retokenizes(settings) else ("prompt_ids", "response_ids", *IMAGES)
         return (*ids, *(("row_id?", "trajectory_id?") if settings["level"] == "sample" else ()))
-    extra = _functions(role, settings).reads
-    if extra is None:
-        return None
+    functions = _functions(role, settings)
+    if (extra := functions.reads) is None:
+        named = {entry.removesuffix("?") for reward in functions.rewards for entry in reward.bound.columns}
+        unasked = {PIXELS, "images"} - named if GRIDS in call["batch"] else ()
+        return tuple(name for name in call["batch"].columns if name not in unasked)
+    grids = (f"{GRIDS}?",) if {"images", "images?"} & {*extra} else ()
     tokens = ("response_ids",) if settings["level"] == "token" else ()
     mask = ("response_mask|response_ids",) if settings["on_failure"] == "mask" else ()
-    return ("prompt|prompt_ids", "response|response_ids", "row_id?", "trajectory_id?", *tokens, *mask, *extra)
+    return ("prompt|prompt_ids", "response|response_ids", "row_id?", "trajectory_id?", *grids, *tokens, *mask, *extra)
 
 
 def _writes(role: str, settings: Settings, call: Settings) -> tuple[str, ...]:
@@ -147,8 +150,9 @@ class ScoreWorker(ModelWorker):
     def _called(self, functions: Functions, batch: Batch) -> Batch:
         row_ids = row_column(batch, "row_id").tolist() if "row_id" in batch else None
         columns = {name: batch[name] for name in batch.columns}
-        if "images" in columns:
-            columns["images"] = [_opened(row) for row in columns["images"]]
+        if "images" in columns and GRIDS in columns:  # files, of a loader with a processor
+            opened = cache(EncodedImage.open)
+            columns["images"] = [[opened(one).copy() for one in row or ()] for row in columns["images"]]
         responses = token_column(batch, "response_ids") if "response_ids" in batch else None
         found = functions(self._texts(batch, "prompt"), self._texts(batch, "response"), columns, row_ids, responses)
         out: dict[str, Any] = {f"{self.role}s": found.rewards, **found.components}
@@ -183,7 +187,8 @@ class RewardWorker(ScoreWorker):
     of its name alone: `function={"math": f, "code": g}, by="source"` for a Mixture; every row needs one. With `workers`
     they run in that many worker processes per rank, each call within `timeout` seconds. A failed row raises; with
     `on_failure="zero"` it gets 0, with "mask" it is also excluded from training. `tokenizer` is needed when the batch
-    has token ids and no texts. `images` of a loader with a processor are images of PIL, a list for each row.
+    has token ids and no texts. `images` of a loader with a processor are images of PIL, a list for each row, for
+    functions that name them.
 
     Models: `tokenizer` is the actor's. If the model's own differs, rows are decoded and re-encoded: chat messages in
     `prompt` through the model's chat template, texts as prompt + response. `template="chat"` applies the template to
@@ -225,13 +230,6 @@ class CostWorker(ScoreWorker):
         Errors: RewardError naming the function and the row; never a silent 0.
         """
         return self._scored(batch)
-
-
-def _opened(images: Any) -> Any:
-    """The images of a row, of which a loader with a processor has kept the files, as images of PIL."""
-    if isinstance(images, list):
-        return [one.open() if isinstance(one, EncodedImage) else one for one in images]
-    return [] if images is None else images
 
 
 def _check(name: str, role: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, device_type: str) -> None:
