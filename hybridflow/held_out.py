@@ -19,8 +19,10 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.startup import stage
+from hybridflow.data.image_processor import ImageProcessor, check_same
 from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
+from hybridflow.loader import check_images
 from hybridflow.settings import by_name, require
 from hybridflow.tracking.tracker import Tracker, thumbnails
 
@@ -36,7 +38,7 @@ class HeldOut:
     the task; a row whose reward is NaN does not count. `by`: a column, such as the `source` of a Mixture, whose every
     value v has a metric `name`/v.
 
-    Errors: ConfigError, and as PromptLoader.
+    Errors: ConfigError, and as PromptLoader; PromptError for images that a model of the groups does not read.
     """
 
     @by_name
@@ -56,15 +58,26 @@ class HeldOut:
         self.actor, self.reward, self.every, self.name, self.column = actor, reward, every, name, column
         ready = isinstance(prompts, Batch | PromptSource)
         require(not (ready and options), f"HeldOut(options={options!r}): they are for a file; these prompts are read.")
+        self.processor: ImageProcessor | None = None
         if not isinstance(prompts, Batch):
             given: dict[str, Any] = {"batch_size": 1} | (options or {})
             found = prompts if isinstance(prompts, PromptSource) else PromptSource(prompts, **given)
+            if (processor := found.prompts.processor) is not None:
+                check_images(found.prompts, (actor, reward))
             # images go to the store part by part; the call numbers other prompts
             parts = map(BatchRef.from_batch, found.prompts.in_parts(_READ_AT_ONCE))
-            prompts = BatchRef.concat([*parts]) if found.prompts.processor else found.prompts.whole().without("row_id")
+            prompts = BatchRef.concat([*parts]) if processor else found.prompts.whole().without("row_id")
+            self.processor = processor
         self.by = by
         require(by is None or by in prompts, f"HeldOut(by={by!r}): the prompts have the columns {prompts.columns}.")
         self.prompts = prompts
+
+    def check_loader(self, loader: Any) -> None:
+        """Errors: PromptError where the images of `loader` are processed otherwise than those of these prompts."""
+        theirs = getattr(getattr(loader, "prompts", None), "processor", None)
+        if self.processor is not None and theirs is not None:
+            whose = "HeldOut(options={'processor': ...}) is another one than that of the loader"
+            check_same(self.processor.settings, theirs.settings, whose, "the loader's", "Give both the same")
 
     @property
     def best(self) -> str:

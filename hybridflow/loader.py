@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ from hybridflow.engines.vllm.requirements import prompt_limit
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, PromptError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.settings import require
+from hybridflow.workers.reward_model import retokenizes
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +87,14 @@ class PromptLoader(PromptSource):
         return cls(texts, tokenizer=RandomTokens(model, seed), seed=seed, **how)
 
     def drawn(self) -> Iterator[Batch]:
-        """The remaining batches. Errors: PromptError for prompts that no group of the session can generate for."""
-        session = Session.existing() if self.check_context and Session.replay is None else None
-        groups = [] if session is None else session.groups.values()
+        """The remaining batches. Errors: PromptError for prompts that no group of the session can generate for, and for
+        images that a model of the session does not read."""
+        session = Session.existing() if self.check_context and _models_known() else None
+        groups = [] if session is None else [*session.groups.values()]
         every = [one.settings for group in groups for one in group.all_ranks]
         able = [one for one in every if isinstance(one.get("generate"), VLLM) and has_tokenizer(one["model"])]
         limits = [prompt_limit(read_spec(one["model"], "lm"), one["generate"]) for one in able]
-        for one in able:
-            self.prompts.check_images(read_spec(one["model"], "lm").images, str(one["model"]))
+        check_images(self.prompts, groups)
         if limits:
             most, model = max((limit, str(one["model"])) for limit, one in zip(limits, able, strict=True))
             self.prompts.check_fit(most, partial(load_tokenizer, model), model)
@@ -102,6 +103,21 @@ class PromptLoader(PromptSource):
 
     def __iter__(self) -> Iterator[BatchRef]:
         return _iterations(self, self.in_flight)
+
+
+def _models_known() -> bool:
+    """Whether groups have the models of the run: in a session, and where a driver is checked before it starts."""
+    return Session.replay is None or getattr(Session.replay, "checks", False)
+
+
+def check_images(prompts: Any, groups: Iterable[WorkerGroup]) -> None:
+    """Errors: PromptError for images of `prompts` that a model of the groups does not read, or otherwise."""
+    ranks = [one for group in groups for one in group.all_ranks] if prompts.processor and _models_known() else ()
+    for one in ranks:
+        if one.spec.model is not None and "model" in one.settings:
+            decodes = "template" in one.settings and retokenizes(one.settings)
+            model = f"{one.name}, whose tokenizer= or template= decodes rows," if decodes else one.settings["model"]
+            prompts.check_images(None if decodes else one.spec.model().images, str(model))
 
 
 def _iterations(loader: PromptLoader | TextLoader, in_flight: int) -> Iterator[BatchRef]:

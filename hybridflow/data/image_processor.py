@@ -92,12 +92,8 @@ class ImageProcessor:
             except ConfigError:
                 return  # a model without files of a processor
             found, needed = ({k: v for k, v in some.items() if k != "size"} for some in (self.settings, own))
-        for name in sorted(found.keys() | needed.keys()):
-            if found.get(name) != needed.get(name):
-                raise PromptError(
-                    f"PromptLoader(processor=) is of another model than {model}: it has {name}={found.get(name)!r}, "
-                    f"the model's {needed.get(name)!r}. Give processor={model!r}."
-                )
+        what = f"PromptLoader(processor=) is of another model than {model}"
+        check_same(found, needed, what, "the model's", f"Give processor={model!r}")
 
     def check(self, place: str, prompt: Any, images: Any) -> tuple[int, list[tuple[int, int]]]:
         """Tokens that the images add to the prompt, and their (width, height), without decoding files that look whole.
@@ -189,6 +185,13 @@ class ImageProcessor:
     def _tokens(self, where: str, size: tuple[int, int]) -> int:
         with _explained(where, "it"):
             return self.raw.get_number_of_image_patches(size[1], size[0]) // self.merge**2
+
+
+def check_same(own: Mapping[str, Any], other: Mapping[str, Any], what: str, whose: str, remedy: str) -> None:
+    """Errors: PromptError for a setting of a processor that `whose` settings `other` have otherwise."""
+    for name in sorted(own.keys() | other.keys()):
+        if own.get(name) != other.get(name):
+            raise PromptError(f"{what}: it has {name}={own.get(name)!r}, {whose} {other.get(name)!r}. {remedy}.")
 
 
 def load_image_processor(directory: str | os.PathLike[str]) -> Any:

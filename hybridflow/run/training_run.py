@@ -81,6 +81,8 @@ class Run:
 
     def loop(self, loader: Any) -> Iterator[Any]:
         """`loader`'s batches, from where the run continues: `Checkpoints.resume`, with `held_out` before and after."""
+        if isinstance(self.held_out, HeldOut):
+            self.held_out.check_loader(loader)
         batches = self.checkpoints.resume(loader)
         if self.held_out is not None and not self.checkpoints.done:
             self.held_out.measure("before", self.tracker)
