@@ -82,7 +82,7 @@ def estimate_rank(
 
 def asked_rows(rows: Sequence[tuple[int, int]], spec: Decoder) -> Batch:
     """Rows of these numbers of prompt and response tokens, which meet all experts alike."""
-    batch = example_rows(*zip(*rows, strict=True), vocab=spec.vocab)
+    batch = example_rows(*zip(*rows, strict=True), spec=spec)
     if not Sizes.of(spec).experts:
         return batch
     layers, each, count = replay_sizes(spec)

@@ -27,6 +27,7 @@ from hybridflow.config import VLLM, Adam, Megatron, Sampling
 from hybridflow.engines.contract import Output
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.train_backends import build_engine
+from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.topology import RankGrid
 
@@ -208,12 +209,15 @@ class EngineProbe:
             lengths.append(rest)
         answers = [max(1, n // 2) for n in lengths]
         prompts = [max(1, n - answer) for n, answer in zip(lengths, answers, strict=True)]
-        return example_rows(prompts, answers, spec.vocab)
+        return example_rows(prompts, answers, spec)
 
 
-def example_rows(prompts: Sequence[int], answers: Sequence[int], vocab: int) -> Batch:
-    """Rows of these lengths in tokens, with the columns that losses read."""
-    ids = torch.randint(1, max(vocab, _SMALLEST_VOCABULARY), (sum(prompts) + sum(answers),), generator=_seeded())
+def example_rows(prompts: Sequence[int], answers: Sequence[int], spec: Decoder) -> Batch:
+    """Rows of text of these lengths in tokens, with the columns that losses read."""
+    text = torch.arange(1, max(spec.vocab, _SMALLEST_VOCABULARY))
+    if spec.images:
+        text = text[~torch.isin(text, torch.tensor(spec.images.special))]
+    ids = text[torch.randint(len(text), (sum(prompts) + sum(answers),), generator=_seeded())]
     token = Ragged.from_lengths(torch.zeros(sum(answers)), answers)
     return Batch(
         {

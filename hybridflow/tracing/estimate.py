@@ -87,7 +87,7 @@ def estimate_driver(
     placement: Placement | None = None,
 ) -> list[EstimatedCall | str]:
     """Each call of the loop of `driver(*arguments)` that trains or computes on a model, in the layout of `placement`,
-    without one as the driver asks for, on all devices of the cluster; of other calls a sentence.
+    without one as the driver asks for, on all devices of the cluster; of other calls, and of images, a sentence.
 
     The driver is traced (`tracing.trace_driver`, also for `models`), and its engines are run on a `FakeDevice`: nothing
     is started, no weight is read, and no memory taken. Errors: ConfigError, those of the trace and of the engines,
@@ -111,6 +111,8 @@ def estimate_driver(
             layouts.setdefault(_layout(found, call, spec, placement, work), []).append(call)
     for layout, calls in layouts.items():
         out |= {one.name: one for one in _estimated(found, layout, calls, spec, work)}
+    if seeing := sorted({one.group for one in layouts if getattr(found.graph.models[one.group], "images", None)}):
+        out["images"] = f"images are not counted: rows are text, and encoding images takes more of {', '.join(seeing)}"
     return list(out.values())
 
 

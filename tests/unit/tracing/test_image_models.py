@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor
 
 import hybridflow as hf
 from hybridflow.errors import PromptError
+from hybridflow.tracing.estimate import EstimatedCall, estimate_driver
 from hybridflow.tracing.trace import check_driver, trace_driver
 from tests.tiny_models import make_classifier, make_policy
 from tests.vision_models import VOCABULARY, make_vision, noise
@@ -34,6 +35,10 @@ def prompts() -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": content}], "images": noise(seed, 40, 40)} for seed in range(2)]
 
 
+def scored(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
 def loop(vision: Path, how: dict[str, Any], *groups: Any, held_out: dict[str, Any] | None = None) -> Any:
     """A driver with an actor, the further `groups` (class and settings) and a reward."""
 
@@ -44,11 +49,14 @@ def loop(vision: Path, how: dict[str, Any], *groups: Any, held_out: dict[str, An
         actor = hf.ActorWorker.on(pool, **given)
         for worker, settings in groups:
             worker.on(pool, train=hf.FSDP(), **settings)
-        reward = hf.RewardWorker.on(pool, function=lambda completions: [0.0] * len(completions), name="judge")
+        reward = hf.RewardWorker.on(pool, function=scored, name="judge")
         own = None if held_out is None else hf.HeldOut(actor, reward, prompts(), every=1, options=held_out)
         run = hf.Run("run", console=False, held_out=own)
         for batch in run.loop(hf.PromptLoader(prompts(), batch_size=2, processor=vision, **how)):
-            run.step(actor.generate_sequences(batch))
+            batch = actor.generate_sequences(batch, n=2)
+            batch |= actor.compute_log_prob(batch)
+            batch |= hf.compute_advantage(batch | reward.compute_reward(batch), "grpo")
+            run.step(batch, actor.update_actor(batch, minibatches=1))
 
     return driver
 
@@ -89,3 +97,15 @@ def test_held_out_prompts_need_the_processor_of_the_model_and_of_the_loader(visi
     (other / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.5] * 3}))
     with pytest.raises(PromptError, match=r"processor=\) is of another model than .* it has image_mean=\[0\.5"):
         check_driver(loop(vision, {}, held_out={"processor": other}))
+
+
+def test_estimates_are_of_rows_of_text_and_say_so(vision, tmp_path):
+    """Of 96 tokens four stand for images: hundreds of rows without any are not drawn by chance."""
+    work = {"rows": 64, "prompt": 200, "response": (100, 200)}
+    text = make_policy(tmp_path / "text")
+    found = estimate_driver(loop(vision, {}), cluster="a100:1x1", workload=work)
+    assert found[-1] == "images are not counted: rows are text, and encoding images takes more of actor"
+    calls = {one.name: one.found for one in found if isinstance(one, EstimatedCall)}
+    assert calls["actor.update_actor"].flops > calls["actor.compute_log_prob"].flops > 0
+    found = estimate_driver(loop(vision, {}), cluster="a100:1x1", workload=work, models={"actor": text})
+    assert "images" not in str(found[-1])
