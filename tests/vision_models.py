@@ -24,8 +24,9 @@ TEMPLATE = (
 )
 
 
-def sizes(kind: str, **more: Any) -> Any:
-    """A transformers configuration, of Qwen3-VL with tied embeddings; `more` are sizes of the text decoder."""
+def sizes(kind: str, width: int = 64, **more: Any) -> Any:
+    """A transformers configuration, of Qwen3-VL with tied embeddings; `width` is that of layers that encode images,
+    `more` are sizes of the text decoder."""
     from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 
     own = kind == "qwen2_5_vl"
@@ -54,7 +55,7 @@ def sizes(kind: str, **more: Any) -> Any:
         "depth": 2,
         "hidden_size": 64,
         "num_heads": 2,
-        "intermediate_size": 64,
+        "intermediate_size": width,
         "patch_size": PATCH[kind],
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,

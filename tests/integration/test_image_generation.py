@@ -14,9 +14,12 @@ from tests.integration import image_tasks as tasks
 from tests.vision_models import KINDS, SPECIAL, make_rows, make_vision, outputs
 
 
-@pytest.mark.parametrize(("kind", "tp"), [*((kind, 1) for kind in KINDS), ("qwen3_vl", 2)])
-def test_tokens_and_log_probabilities_are_those_of_transformers(tmp_path, kind, tp):
-    models = [make_vision(tmp_path / f"{seed}", kind, seed=seed) for seed in (0, 1)]
+@pytest.mark.parametrize(
+    ("kind", "tp", "width"), [*((kind, 1, 64) for kind in KINDS), ("qwen3_vl", 2, 64), ("qwen2_5_vl", 2, 63)]
+)
+def test_tokens_and_log_probabilities_are_those_of_transformers(tmp_path, kind, tp, width):
+    """Of layers of `width` in what encodes images, which do not divide in the last case."""
+    models = [make_vision(tmp_path / f"{seed}", kind, seed=seed, width=width) for seed in (0, 1)]
     processes = RankProcesses(tp)
     try:
         parts = processes.run(tp, tasks.generated, "images", models, kind, tp)

@@ -22,7 +22,7 @@ from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten
-from hybridflow.engines.vllm.image_features import SETTINGS, longest_image, torchvision_names
+from hybridflow.engines.vllm.image_features import longest_image, settings, torchvision_names
 from hybridflow.engines.vllm.latent_attention import rotate_heads
 from hybridflow.engines.vllm.requirements import (
     BUILT_IN,
@@ -205,8 +205,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         attention_backend=_attention(spec, device),
         kernel_config=KernelConfig(enable_jit_warmup=False),  # of kernels most of which vLLM's own sampler calls
         seed=0,
-        # a CPU's cache has the size that is asked for, and needs no profile
-        **({**SETTINGS, "skip_mm_profiling": cpu} if spec.images else {}),
+        **settings(spec, strategy.tp, cpu),
     ).create_engine_config()
     if strategy.pp == 1 and not config.scheduler_config.async_scheduling:  # where it is, it overlaps with the device
         from hybridflow.engines.vllm.scheduler import DecodeScheduler

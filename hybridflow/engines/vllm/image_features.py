@@ -14,17 +14,27 @@ from torch import Tensor
 
 from hybridflow.engines.row_images import RowImages
 from hybridflow.engines.vllm.isolation import replaced
+from hybridflow.models.hf_spec import Decoder, hf_config
 from hybridflow.models.images import GRIDS, LONGEST_IMAGE, PIXELS, ImageTokens
+from hybridflow.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-SETTINGS: dict[str, Any] = {
-    "limit_mm_per_prompt": {"image": 1, "video": 0},  # checked by vLLM's front end, which we do without
-    "mm_device_do_normalize": False,  # patches are normalised already
-    "mm_processor_cache_gb": 0,
-}
-"""Of `EngineArgs`, for a model that reads images."""
+
+def settings(spec: Decoder, tp: int, cpu: bool) -> dict[str, Any]:
+    """Of `EngineArgs`, for a model that reads images; none for others."""
+    if isinstance(spec, ModelSpec) or not spec.images:
+        return {}
+    vision = hf_config(spec.config).vision_config
+    return {
+        "limit_mm_per_prompt": {"image": 1, "video": 0},  # checked by vLLM's front end, which we do without
+        "mm_device_do_normalize": False,  # patches are normalised already
+        "mm_processor_cache_gb": 0,
+        "skip_mm_profiling": cpu,  # its cache has the size that is asked for
+        # "data": whole on each rank, and ranks share images, where vLLM could not divide the weights
+        "mm_encoder_tp_mode": "data" if vision.num_heads % tp or vision.intermediate_size % tp else "weights",
+    }
 
 
 def features(ids: list[int], images: RowImages, tokens: ImageTokens, salt: str | None) -> list[MultiModalFeatureSpec]:

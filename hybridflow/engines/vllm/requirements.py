@@ -7,7 +7,7 @@ from pathlib import Path
 from hybridflow.config import VLLM, DType
 from hybridflow.engines.vllm.isolation import is_invariant
 from hybridflow.engines.vllm.latent_attention import CPU_RANK, CPU_SIZE
-from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
+from hybridflow.engines.vllm.layout import check_sizes, padded_vocab, stage_layers
 from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
 from hybridflow.models.families import unread_rope_keys, vllm_only_keys
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, latent_size, text_config
@@ -221,6 +221,13 @@ def _check_probed(spec: TransformersSpec, p: int, t: int, asked: str) -> None:
             raise ModelError(f"{asked}: {count} {what} are not divisible by tp. Use a tp that divides them.")
     if p > spec.layers:
         raise ModelError(f"{asked}: the model has {spec.layers} layers. Use at most as many stages.")
+    vision = hf_config(spec.config).vision_config if spec.images else None
+    adds, first = len(getattr(vision, "deepstack_visual_indexes", ())), len(stage_layers(spec.layers, 0, p))
+    if adds > first:
+        raise ModelError(
+            f"{asked}: images are added to the first {adds} layers of this {spec.family} model, which one stage must "
+            f"hold, and the first has {first} of {spec.layers}. Use fewer stages."
+        )
 
 
 def _check_cache(spec: Decoder, strategy: VLLM, length: int) -> None:

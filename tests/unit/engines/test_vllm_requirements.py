@@ -10,6 +10,7 @@ from hybridflow.config import VLLM, Sampling
 from hybridflow.engines.vllm.requirements import check, check_response, head_dim
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.hf_spec import TransformersSpec
+from tests.vision_models import sizes
 
 OPT = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL = {"vocab_size": 64, "max_position_embeddings": 64}
@@ -84,3 +85,14 @@ def test_max_tokens_that_leave_no_room_for_a_prompt():
         check(opt, VLLM(max_length=32, sampling=Sampling(max_tokens=32)), "cpu")
     with pytest.raises(ConfigError, match="max_tokens=500 leaves no room"):
         check_response(opt, VLLM(sampling=Sampling(max_tokens=5)), 500)
+
+
+def test_the_first_stage_holds_the_layers_that_images_are_added_to():
+    """As vLLM asserts on every other stage, of which the driver would see the end of a process."""
+    found = sizes("qwen3_vl", num_hidden_layers=4).to_dict()
+    check(TransformersSpec.of(found), VLLM(pp=4, max_length=32), "cpu")
+    deep = found | {"vision_config": found["vision_config"] | {"deepstack_visual_indexes": [0, 1]}}
+    check(TransformersSpec.of(deep), VLLM(pp=2, max_length=32), "cpu")
+    refused = r"VLLM\(tp=1, pp=3\): images are added to the first 2 layers of this qwen3_vl.* has 1 of 4\. Use fewer"
+    with pytest.raises(ModelError, match=refused):
+        check(TransformersSpec.of(deep), VLLM(pp=3, max_length=32), "cpu")
