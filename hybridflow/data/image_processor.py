@@ -5,6 +5,7 @@ Shapes: k images, n patches of all of them, P numbers of a patch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from base64 import b64encode
@@ -28,6 +29,7 @@ MOST_PIXELS = 1 << 26
 """Of one image: more take minutes and gigabytes, and are scaled down anyway."""
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """How files end that are whole; one that does not is decoded to find out."""
+_DIGESTED = 1 << 14  # bytes
 _THUMBNAIL = 96  # pixels of the longer side
 _WIDE = ("I", "F")  # modes of numbers of any range
 _PLAIN = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes of images that a PNG has
@@ -95,8 +97,9 @@ class ImageProcessor:
         what = f"PromptLoader(processor=) is of another model than {model}"
         check_same(found, needed, what, "the model's", f"Give processor={model!r}")
 
-    def check(self, place: str, prompt: Any, images: Any) -> tuple[int, list[tuple[int, int]]]:
-        """Tokens that the images add to the prompt, and their (width, height), without decoding files that look whole.
+    def check(self, place: str, prompt: Any, images: Any) -> tuple[int, list[tuple[int, int, str]]]:
+        """Tokens that the images add to the prompt, and their (width, height, digest), without decoding files that look
+        whole.
 
         Errors: PromptError for a file that is missing, broken or too large, and unless the prompt has a place for
         each image.
@@ -159,17 +162,23 @@ class ImageProcessor:
         with _explained(where, image):
             return (self.folder / Path(image).expanduser()).open("rb")
 
-    def _size(self, where: str, image: Any) -> tuple[int, int]:
+    def _size(self, where: str, image: Any) -> tuple[int, int, str]:
+        """Width, height, and a digest of the file: its length and `_DIGESTED` bytes at both ends, where these do not
+        show that it is whole, all of it; none of an image of PIL."""
         if isinstance(image, Image.Image):
-            return self._bounded(where, image)
+            return *self._bounded(where, image), ""
         with self._opened(where, image) as file, _explained(where, image):
             found = Image.open(file)
-            size, ending = self._bounded(where, found), _ENDS.get(found.format or "", b"")
-            file.seek(-len(ending), os.SEEK_END)
-            if not ending or file.read() != ending:
-                file.seek(0)
-                Image.open(file).load()
-        return size
+            size, ending = self._bounded(where, found), _ENDS.get(found.format or "")
+            length = file.seek(0, os.SEEK_END)
+            file.seek(max(0, length - _DIGESTED))
+            last = file.read()
+            whole = ending is not None and last.endswith(ending)
+            file.seek(0)
+            first = file.read(_DIGESTED if whole else -1)
+            if not whole:
+                Image.open(BytesIO(first)).load()
+        return *size, hashlib.blake2b(b"%d " % length + first + last, digest_size=16).hexdigest()
 
     def _bounded(self, where: str, image: Image.Image) -> tuple[int, int]:
         width, height = image.size
@@ -182,7 +191,7 @@ class ImageProcessor:
             )
         return width, height
 
-    def _tokens(self, where: str, size: tuple[int, int]) -> int:
+    def _tokens(self, where: str, size: tuple[int, int, str]) -> int:
         with _explained(where, "it"):
             return self.raw.get_number_of_image_patches(size[1], size[0]) // self.merge**2
 

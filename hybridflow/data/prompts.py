@@ -66,8 +66,8 @@ class Prompts:
 
     Arguments are those of `PromptLoader`. All records are scanned once and not kept: `map` runs again for each drawn
     record. `filtered` counts the records left out for more than `max_prompt_tokens` tokens. `fingerprint` is a hash of
-    the other prompts in order (not of further columns: reading a whole table would take long, and a corrected answer
-    changes no order). `columns` are the names in every drawn record.
+    the other prompts in order, with their images (not of further columns: reading a whole table would take long, and a
+    corrected answer changes no order). `columns` are the names in every drawn record.
     Errors: PromptError naming file, row and column.
     """
 
@@ -157,11 +157,11 @@ class Prompts:
                 fitting = [i for i, length in enumerate(lengths) if length <= limit]
                 kept += [places[i] for i in fitting]
                 prompts, found = [prompts[i] for i in fitting], [found[i] for i in fitting]
-            for one, (more, sizes) in zip(prompts, found, strict=True):
+            for one, (more, images) in zip(prompts, found, strict=True):
                 bounds.append(most_tokens(one) + more)
                 added.append(more)
-                self._seen += bool(sizes)
-                digest.update(repr((one, sizes) if self.processor else one).encode())
+                self._seen += bool(images)
+                digest.update(repr((one, images) if self.processor else one).encode())
         if bad:
             raise PromptError(f"{len(bad)} of {len(self.records)} prompts have images as follows: {bad[0]}")
         self.filtered = 0 if limit is None else len(self.records) - len(kept)
@@ -178,8 +178,8 @@ class Prompts:
                 *(self.records.where, self.filtered, len(self.records), limit, _shown(longest)),
             )
 
-    def _image_tokens(self, row: int, record: Record, bad: list[PromptError]) -> tuple[int, list[tuple[int, int]]]:
-        """Tokens that the images of a record add to its prompt, and their sizes; `bad` takes an error."""
+    def _image_tokens(self, row: int, record: Record, bad: list[PromptError]) -> tuple[int, list[Any]]:
+        """Tokens that the images of a record add to its prompt, and what is known of them; `bad` takes an error."""
         if self.processor is not None:
             try:
                 return self.processor.check(self.records.place(row), record["prompt"], record.get(_IMAGES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -134,6 +135,25 @@ def test_a_run_continues_with_the_same_bits(model, rows, workers):
     )
     with pytest.raises(ConfigError, match="the saved state has processor="):
         changed.load_state(state)
+
+
+@pytest.mark.parametrize(("kind", "place"), [("png", -40), ("bmp", 4000), ("jpg", 5000)])
+def test_a_run_does_not_continue_with_another_image_in_a_file_of_equal_size(model, tmp_path, kind, place):
+    path, moved = tmp_path / f"a.{kind}", tmp_path / "elsewhere" / f"a.{kind}"
+    noise(0, 80, 120).save(path)
+
+    def loader(path: Path, **how: Any) -> PromptSource:
+        return PromptSource([{"prompt": said(PART), "images": str(path)}], batch_size=1, processor=model, **how)
+
+    state, before, times = loader(path).state(), path.read_bytes(), path.stat()
+    path.write_bytes(before[:place] + bytes([before[place] ^ 1]) + before[place + 1 :])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ConfigError, match=r"the saved state has fingerprint=.*or let the data change"):
+        loader(path).load_state(state)
+    loader(path, allow_changed=True).load_state(state)
+    moved.parent.mkdir()
+    moved.write_bytes(before)
+    loader(moved).load_state(state)
 
 
 def test_a_mixture_has_rows_of_sources_without_images(model, rows):
