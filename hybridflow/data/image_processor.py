@@ -32,7 +32,6 @@ _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 _DIGESTED = 1 << 14  # bytes
 _THUMBNAIL = 96  # pixels of the longer side
 _WIDE = ("I", "F")  # modes of numbers of any range
-_PLAIN = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes of images that a PNG has
 _PROCESSORS = "of a model that reads images: " + ", ".join(VISION_FAMILIES)
 
 
@@ -40,15 +39,19 @@ class EncodedImage(bytes):
     """The bytes of an image's file, as the column `images` has them."""
 
     def open(self) -> Image.Image:
-        """In RGB, turned as the file says, what is transparent on white, of 16 bits of grey the upper ones. Errors:
-        those of PIL."""
-        image = ImageOps.exif_transpose(Image.open(BytesIO(self)))
-        if image.mode.startswith("I;16"):
-            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-        if image.has_transparency_data:
-            ground = Image.new("RGBA", image.size, "white")
-            return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
-        return image.convert("RGB")
+        """`shown`. Errors: those of PIL."""
+        return shown(Image.open(BytesIO(self)))
+
+
+def shown(image: Image.Image) -> Image.Image:
+    """In RGB, turned as the file says, what is transparent on white, of 16 bits of grey the upper ones."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
 
 
 def thumbnail(image: EncodedImage) -> str:
@@ -149,9 +152,7 @@ class ImageProcessor:
             image = image.get("bytes") or image.get("path")
         if isinstance(image, Image.Image):
             with _explained(where, image):
-                turned = ImageOps.exif_transpose(image)
-                plain = turned if turned.mode in _PLAIN else turned.convert("RGB")
-                plain.save(made := BytesIO(), "PNG", compress_level=1)
+                shown(image).save(made := BytesIO(), "PNG", compress_level=1)
             made.seek(0)
             return made
         if isinstance(image, bytes | bytearray):

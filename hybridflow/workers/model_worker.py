@@ -165,7 +165,7 @@ def _check(
         tensors = trained_tensors(spec, lora)
         check_injection(spec, lora)
         if lora.start is not None:
-            check_adapters(lora.start, tensors, spec, lora)
+            check_adapters(lora.start, tensors, spec)
     good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
     require(good, f"{name}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
     if optimizer is not None:

@@ -35,9 +35,8 @@ from hybridflow.engines.checkpoint.writer import (
     write_beside,
     write_files,
 )
-from hybridflow.engines.lora.adapters import CONFIG, PREFIX, TOWER, WEIGHTS
+from hybridflow.engines.lora.adapters import CONFIG, TOWER, WEIGHTS, saved_names
 from hybridflow.errors import CheckpointError, ConfigError, nearest
-from hybridflow.models.images import LANGUAGE_MODEL
 
 logger = logging.getLogger(__name__)
 _KINDS = ("main", "weights")  # those that contain parameters
@@ -126,20 +125,18 @@ def _group(path: Path, manifest: CheckpointManifest, group: str) -> SavedGroup:
 def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTensors, dtype: DType | None) -> None:
     shapes = dict(saved.tensors)
     beside = {beside_path(name): (checkpoint / name).read_bytes() for name in saved.beside}
-    config = None if CONFIG in beside else json.loads(beside["config.json"])
+    adapters = json.loads(beside[CONFIG]) if CONFIG in beside else None
+    config = None if adapters else json.loads(beside["config.json"])
     known = {name: saved.dtypes.get(name, saved.dtypes.get("", "F32")) for name in shapes}
     dtypes = saved_dtypes(known, dtype, config)
-    prefix = PREFIX if CONFIG in beside else ""
-    reads_images = bool(prefix) and json.loads(beside[CONFIG]).get("exclude_modules") == TOWER
-    decoder, layers = f"{LANGUAGE_MODEL}.layers.", "model.layers."  # in files of Qwen2.5-VL
-    renamed = {name: name.replace(layers, decoder, 1) if name.startswith(layers) else name for name in shapes}
-    named = {prefix + (renamed[name] if reads_images else name): name for name in shapes}
+    own = saved_names(shapes, adapters.get("exclude_modules") == TOWER) if adapters else {}
+    named = {own.get(name, name): name for name in shapes}
     nbytes = {new: math.prod(shapes[name]) * dtypes[name].itemsize for new, name in named.items()}
-    files = {WEIGHTS: list(named)} if prefix else file_contents(nbytes, len(saved.ranks))
+    files = {WEIGHTS: list(named)} if adapters else file_contents(nbytes, len(saved.ranks))
     kind = next(kind for kind in _KINDS if kind in saved.kinds)
 
     def start(directory: Path) -> None:
-        if not prefix:
+        if not adapters:
             write_beside(directory, beside, files, nbytes, {new: dtypes[name] for new, name in named.items()})
             return
         write_files(directory, beside)

@@ -29,11 +29,11 @@ from hybridflow.config import DType, LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
 from hybridflow.engines.checkpoint.writer import save_tensors, writing
-from hybridflow.engines.lora.targets import ALL, adapter_names, module_names, modules, parts, suffixes
+from hybridflow.engines.lora.targets import ALL, module_names, modules, parts, suffixes
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model
-from hybridflow.models.images import VISION_TOWER
+from hybridflow.models.images import LANGUAGE_MODEL, VISION_TOWER
 from hybridflow.models.spec import check_no_code
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
@@ -89,7 +89,7 @@ class Adapters:
         """Initial values: those of `lora.start`, or A uniform in +-1/sqrt(I) (as peft) and B zero, which leaves the
         model's outputs unchanged; independent of the sharding."""
         if self.lora.start is not None:
-            entries = check_adapters(self.lora.start, self.layout.tensors, self.spec, self.lora)
+            entries = check_adapters(self.lora.start, self.layout.tensors, self.spec)
             for region in self.layout.regions(self._context.rank):
                 read_boxes(entries[region.box.tensor], (region,), self.storage)
             return
@@ -172,7 +172,7 @@ class Adapters:
             with writing(directory / CONFIG):
                 (directory / CONFIG).write_bytes(self.config(base))
 
-        names = _saved_names(self.layout.tensors, self.spec, self.lora)
+        names = saved_names(self.layout.tensors, self.spec.images is not None)
 
         def regions(rank: int) -> list[Region]:
             return [replace(r, box=replace(r.box, tensor=names[r.box.tensor])) for r in self.layout.regions(rank)]
@@ -260,14 +260,15 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
         raise CheckpointError(f"{path} has no adapters that can be trained on: {error}") from None
 
 
-def _saved_names(tensors: Iterable[str], spec: Decoder, lora: LoRA) -> dict[str, str]:
-    """By canonical tensor its name in peft's file. Of models that read images it is that of transformers' module."""
-    own = {saved: here for here, saved in adapter_names(spec, lora).items()} if spec.images else {}
-    return {name: PREFIX + own.get(name, name) for name in tensors}
+def saved_names(tensors: Iterable[str], reads_images: bool) -> dict[str, str]:
+    """By canonical tensor its name in peft's file. Of models that read images it is that of transformers' module, whose
+    decoder files of Qwen2.5-VL call as that of a text model."""
+    layers, own = "model.layers.", f"{LANGUAGE_MODEL}.layers."
+    return {name: PREFIX + re.sub(f"^{layers}", own if reads_images else layers, name) for name in tensors}
 
 
 def check_adapters(
-    directory: str | os.PathLike[str], tensors: Mapping[str, tuple[int, ...]], spec: Decoder, lora: LoRA
+    directory: str | os.PathLike[str], tensors: Mapping[str, tuple[int, ...]], spec: Decoder
 ) -> Mapping[str, Entry]:
     """The entries of the file by canonical `tensors`. Errors: CheckpointError when some are missing or of other
     shapes."""
@@ -276,7 +277,7 @@ def check_adapters(
         raise CheckpointError(f"{directory} has no {WEIGHTS}: save the adapters with peft's save_pretrained.")
     entries = read_header(file)
     own = dict[str, Entry]()
-    for canonical, name in _saved_names(tensors, spec, lora).items():
+    for canonical, name in saved_names(tensors, spec.images is not None).items():
         entry, asked = entries.get(name), tuple(tensors[canonical])
         if entry is None or entry.shape != asked:
             found = f"of shape {entry.shape}" if entry else f"not, but {', '.join(sorted(entries)[:2])}"

@@ -10,11 +10,13 @@ import pytest
 import transformers
 
 from hybridflow.config import FSDP, LoRA, Megatron
-from hybridflow.engines.lora.adapters import read_config
-from hybridflow.engines.lora.targets import adapter_tensors, modules, trained_tensors
+from hybridflow.engines.lora.adapters import PREFIX, read_config, saved_names
+from hybridflow.engines.lora.targets import adapter_names, adapter_tensors, modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.families import FUSED_LINEAR
+from hybridflow.models.hf_spec import spec_of_config
 from hybridflow.models.spec import ModelSpec
+from tests.vision_models import KINDS, sizes
 
 SPEC = ModelSpec(
     family="llama", hidden=8, intermediate=12, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=11, head="value"
@@ -34,6 +36,15 @@ def test_adapters_have_the_shapes_of_their_layers():
     assert found["model.layers.0.self_attn.k_proj.lora_A.weight"] == (3, 8)
     assert found["model.layers.0.self_attn.k_proj.lora_B.weight"] == (4, 3)
     assert trained_tensors(SPEC, LoRA(rank=3, targets=("k_proj",))).keys() - found.keys() == {"score.weight"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_models_that_read_images_have_the_names_of_transformers_modules(kind):
+    spec, lora = spec_of_config(sizes(kind).to_dict(), "lm"), LoRA(rank=2)
+    want = {saved: PREFIX + own for own, saved in adapter_names(spec, lora).items()}
+    assert saved_names(trained_tensors(spec, lora), reads_images=True) == want
+    own = trained_tensors(SPEC, lora)
+    assert saved_names(own, reads_images=False) == {name: PREFIX + name for name in own}
 
 
 def test_all_linear_stands_alone():
