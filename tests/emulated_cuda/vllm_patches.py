@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from types import ModuleType
@@ -80,10 +81,18 @@ def interpret_triton() -> None:
         capturing = launch(stream, name)
         for x in tensors:
             touch(x, stream, capturing, name)  # which are written is not known; a capture restores all
+        made = copy.copy(self)
+        if callable(self.grid):  # a function may hold device tensors, which a graph does not keep
+
+            def sizes(values: Any) -> Any:
+                made.grid = self.grid(values)
+                return made.grid
+
+            made.grid = sizes
         with quiet():
-            original(self, *given, **named)
+            original(made, *given, **named)
         if capturing:
-            graph_kernels.record(stream, lambda: original(self, *given, **named))
+            graph_kernels.record(stream, lambda: original(made, *given, **named))
 
     interpreter.GridExecutor.__call__ = call
     dot = interpreter.InterpreterBuilder.create_dot

@@ -270,7 +270,9 @@ def _prepare_allocator() -> None:
 
     allocator: Any = _allocator()
     if allocator.get_current_usage():
-        gc.collect()  # what failed to start may lie in reference cycles of its error
+        gc.collect()  # what failed to start may lie in reference cycles of its error, or wait for a stream
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     if used := allocator.get_current_usage():
         raise PlacementError(
             f"tensors of a closed vLLM engine still have {used} bytes in this process, and a second engine cannot "
