@@ -24,7 +24,9 @@ from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import GREEDY
+from hybridflow.environments.turn_images import TurnImages
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
+from hybridflow.models.hf_spec import image_tokens
 from hybridflow.settings import Check, Fraction, Size, require, settings
 
 logger = logging.getLogger(__name__)
@@ -141,7 +143,8 @@ class Agent:
         """Makes its processes, which start when they are needed."""
         stop_ids = end_token_ids(checkpoint)
         process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
-        return partial(Sessions, process, self.workers, self.concurrency)
+        tokens = image_tokens(checkpoint)
+        return partial(Sessions, process, self.workers, self.concurrency, tokens and TurnImages(tokens))
 
     @property
     def described(self) -> tuple[Any, ...]:
@@ -215,7 +218,7 @@ class AgentTurns:
         self.reached: Callable[[], bool] = lambda: False
 
     def start(self, begun: Sequence[Row], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Run the agent for each of `rows`, as `begun` names, seeds and samples it."""
+        """Run the agent for each of `rows`, as `begun` names, seeds and samples it, with its images."""
         for first, row in zip(begun, rows, strict=True):
             self._new.append(key := next(self._numbers))
             self._running[key] = _UnderWay(replace(first, sampling=replace(first.sampling, n=1)), row, self._attempts)
@@ -257,14 +260,16 @@ class AgentTurns:
             return None
         sessions = self._sessions = self._begin() if self._sessions is None else self._sessions
         for key in self._new:
-            sessions.start(key, self._running[key].row, self._running[key].begun.seed)
+            one = self._running[key]
+            sessions.start(key, one.row, one.begun.seed, one.begun.images)
         self._new.clear()
         asked = sessions.poll(seconds)
         for key, end in sessions.take().items():
             self._forget(key, one := self._running[key])
             if end.failure is not None and one.attempts:
                 one.attempts -= 1
-                sessions.start(key, one.row, derived_seed(one.begun.seed, (1 << 40) + one.attempts))
+                again = derived_seed(one.begun.seed, (1 << 40) + one.attempts)
+                sessions.start(key, one.row, again, one.begun.images)
             else:
                 del self._running[key]
                 self.ended[key] = Acted(one.begun, one.row, end)
@@ -277,7 +282,8 @@ class AgentTurns:
             except (HybridFlowError, TypeError) as error:
                 sessions.refuse(turn, str(error), full=False)
                 continue
-            row = Row(_row_id(turn.key), self._index(turn, one.past), turn.ids, sampling, turn.seed, kept=True)
+            own = {"kept": turn.images is None, "images": turn.images}  # what is kept knows no images
+            row = Row(_row_id(turn.key), self._index(turn, one.past), turn.ids, sampling, turn.seed, **own)
             self._asked[row.name] = turn
             out.append(row)
         return out if out or self._running else None

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from hybridflow.data.tokenizer import is_image
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, Message
 from hybridflow.environments.tool_calls import ToolCall, parsed
+from hybridflow.errors import PromptError
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class Answer:
 @dataclass
 class _Past:
     messages: list[Message]
-    ids: list[int]  # up to the model's last word
+    ids: list[int]  # up to the model's last word, with one for each image
     turn: list[int]
+    images: list[str]
 
 
-Sampler = Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Turn]]
-"""The model's next turn after these ids, with `max_tokens` or `stop` in place of the call's."""
+Sampler = Callable[[Sequence[int], Mapping[str, Any], Sequence[str]], Awaitable[Turn]]
+"""The model's next turn after these ids, with `max_tokens` or `stop` in place of the call's, and the names of their
+images."""
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Conversation:
     _sample: Sampler
     _renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer]
     metrics: dict[str, float] = field(default_factory=dict)
+    images: int = 0  # of the row, whose names are their numbers
     _past: list[_Past] = field(default_factory=list)
     _endpoint: Endpoint | None = None
     _clock: asyncio.Timeout | None = None
@@ -82,12 +87,12 @@ class Conversation:
         """The agent has `seconds` from one turn of the model to the next, by `clock`."""
         self._clock, self._seconds = clock, seconds
 
-    async def _turn(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
+    async def _turn(self, ids: Sequence[int], sampling: Mapping[str, Any], images: Sequence[str] = ()) -> Turn:
         self._open += 1
         if self._clock is not None:
             self._clock.reschedule(None)
         try:
-            return await self._sample(ids, sampling)
+            return await self._sample(ids, sampling, images)
         finally:
             self._open -= 1
             if self._clock is not None and not self._open and not self._clock.expired():
@@ -114,19 +119,32 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
     ) -> Answer:
         """As `chat`, with the turn's tokens and the calls that are damaged."""
-        renderer = self._renderer(tools)
-        ids = self._continued(renderer, messages) or renderer.prompt(messages)
-        turn = await self._turn(ids, sampling)
+        renderer, images = self._renderer(tools), self._images(messages)
+        ids = self._continued(renderer, messages, images) or renderer.prompt(messages)
+        turn = await self._turn(ids, sampling, images)
         message, calls = renderer.answer(turn.token_ids)
-        self._past.append(_Past([*messages, message], [*ids, *turn.token_ids], turn.token_ids))
+        self._past.append(_Past([*messages, message], [*ids, *turn.token_ids], turn.token_ids, images))
         return Answer(message, calls, turn, len(ids))
 
-    def _continued(self, renderer: ChatRenderer, messages: Sequence[Message]) -> list[int] | None:
-        """The ids of the longest past that `messages` continue, and theirs; None without one."""
+    def _images(self, messages: Sequence[Message]) -> list[str]:
+        """The names of their images, in order. Errors: PromptError for a part that stands for none."""
+        parts = [part for message in messages if isinstance(own := message.get("content"), list) for part in own]
+        if (places := sum(map(is_image, parts))) > self.images:
+            raise PromptError(
+                f"the conversation has {places} parts {{'type': 'image'}} and its row {self.images} images: give one "
+                f"each."
+            )
+        return [str(number) for number in range(places)]
+
+    def _continued(
+        self, renderer: ChatRenderer, messages: Sequence[Message], images: Sequence[str]
+    ) -> list[int] | None:
+        """The ids of the longest past that `messages` and their `images` continue, and theirs; None without one."""
         newest, said = enumerate(self._past), [*map(_said, messages)]
         for _, past in sorted(newest, key=lambda one: (len(one[1].messages), one[0]), reverse=True):
             size = len(past.messages)
-            if size < len(messages) and all(_said(one) == now for one, now in zip(past.messages, said)):
+            seen = images[: len(past.images)] == past.images
+            if seen and size < len(messages) and all(_said(one) == now for one, now in zip(past.messages, said)):
                 more = renderer.extension(past.messages, messages[size:], past.turn)
                 if more is not None:
                     return past.ids + more
@@ -137,7 +155,9 @@ def _said(message: Message) -> Any:
     """What a message says: clients leave out, rename and reformat what does not matter."""
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+        content = "".join(
+            "\0" if is_image(part) else part.get("text", "") for part in content if isinstance(part, Mapping)
+        )
     calls = [
         (call.get("function", {}).get("name"), parsed(call.get("function", {}).get("arguments")))
         for call in message.get("tool_calls") or []

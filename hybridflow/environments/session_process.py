@@ -1,9 +1,9 @@
 """The process that runs agents: an event loop, one task for each trajectory, and threads only while a call of the
 user's functions lasts. Forked from a template (`processes/fork_server.py`), it can be killed at any time.
 
-Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling],
-["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its own:
-("start", key, row), ("turn", key, number, token_ids, log_probs, end), ("full", key, number, why),
+Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling, names
+of images], ["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its
+own: ("start", key, row, images), ("turn", key, number, token_ids, log_probs, end), ("full", key, number, why),
 ("refused", key, number, why), ("cancel", key).
 """
 
@@ -91,20 +91,22 @@ class _Running:
             else:
                 asked.set_exception((ContextFullError if what == "full" else PromptError)(rest[1]))
 
-    async def _run(self, key: int, row: Mapping[str, Any]) -> None:
+    async def _run(self, key: int, row: Mapping[str, Any], images: int) -> None:
         """One trajectory, to its end."""
 
-        async def sample(ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
+        async def sample(ids: Sequence[int], sampling: Mapping[str, Any], shown: Sequence[str]) -> Turn:
             self._asked += 1
             name = key, self._asked
             self._turns[name] = asked = asyncio.get_running_loop().create_future()
-            self._say("turn", *name, list(ids), dict(sampling))
+            self._say("turn", *name, list(ids), dict(sampling), list(shown))
             try:
                 return await asked
             finally:
                 self._turns.pop(name, None)
 
-        session = Conversation(sample, lambda tools: self._renderers(json.dumps(list(tools))), _endpoint=self._endpoint)
+        session = Conversation(
+            sample, lambda tools: self._renderers(json.dumps(list(tools))), images=images, _endpoint=self._endpoint
+        )
         stuck = self._caller.stuck
         try:
             ending: Ending = await self._given.act(row, session, self._caller)

@@ -33,7 +33,7 @@ from hybridflow.environments.trajectory_columns import (
     trajectory_rows,
 )
 from hybridflow.errors import ConfigError, DivergenceError, PromptError
-from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.hf_spec import image_tokens, read_spec
 from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
@@ -81,8 +81,7 @@ def _check(settings: Settings, call: Settings) -> None:
         check_response(read_spec(settings["model"], "lm"), strategy, most)
     batch = call["batch"]
     if isinstance(batch, BatchRef) and not {PIXELS, GRIDS}.isdisjoint(batch.columns):
-        acts = call["agent"] is not None or "until" in call
-        check_columns(batch.rows, read_spec(settings["model"], "lm"), acts)
+        check_columns(batch.rows, read_spec(settings["model"], "lm"), "until" in call)
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):
         raise PromptError(
@@ -102,6 +101,8 @@ def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
         written = (*written, "routed_experts")
     if agent is None:
         return written
+    if image_tokens(settings["model"]) is not None:
+        written = (*written, PIXELS, GRIDS)
     return (*written, *AGENT_COLUMNS, *(REWARD_COLUMNS if agent.rewards else ()))
 
 
@@ -158,10 +159,12 @@ class Generation:
     def trajectories(self, batch: Batch, agent: Agent, sampling: Sampling) -> Batch | None:
         """`n` trajectories per row of `batch`, see `RowSession.run`; None on ranks whose output is not collected."""
         row_ids = _row_ids(batch) or list(range(batch.rows))
-        begun = self.engine.new_rows([[]] * batch.rows, sampling, _seeds(sampling, row_ids), row_ids)
+        seeds, images = _seeds(sampling, row_ids), RowImages.of(batch)
+        begun = self.engine.new_rows([[]] * batch.rows, sampling, seeds, row_ids, images)
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
+        batch = batch.without(*({PIXELS, GRIDS} & {*batch.columns}))
         turns = AgentTurns(partial(self._sessions.of, agent), agent.on_failure, self._numbers)
         turns.start(begun, [row for row in batch.to_dicts() for _ in range(sampling.n)])
         try:
@@ -183,6 +186,8 @@ class Generation:
         columns = trajectory_columns(acted, several, n, agent.rewards)
         found = self._columns([row for rows in several for row, _ in rows])
         finite, mask = (token_column(one, "response_mask") for one in (found, columns))
+        if (tokens := image_tokens(self._checkpoint)) is not None:
+            found |= RowImages.columns([row.images for rows in several for row, _ in rows], tokens.patch)
         return columns | found | {"response_mask": mask.with_values(mask.values & finite.values)}, several
 
     def close(self) -> None:

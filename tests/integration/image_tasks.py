@@ -28,7 +28,7 @@ def generated(world: World, name: str, models: Sequence[Path], kind: str, tp: in
     columns = (token_column(rows, column).rows() for column in (PIXELS, GRIDS))
     names = [[f"{row}.{image}" for image in range(3)] for row in range(len(prompts))]
     images = [
-        RowImages(patches, grids, own[: len(grids)]) if len(grids) else None
+        RowImages(patches.split(grids.prod(-1).tolist()), grids, own[: len(grids)]) if len(grids) else None
         for patches, grids, own in zip(*columns, names, strict=True)
     ]
     found: list[Any] = []
