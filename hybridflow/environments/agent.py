@@ -16,6 +16,7 @@ from itertools import count
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from hybridflow.config import Sampling
+from hybridflow.data.encoded_image import MOST_PIXELS
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.seeds import derived_seed
@@ -26,7 +27,7 @@ from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import GREEDY
 from hybridflow.environments.turn_images import TurnImages
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
-from hybridflow.models.hf_spec import image_tokens
+from hybridflow.models.hf_spec import image_tokens, read_spec
 from hybridflow.settings import Check, Fraction, Size, require, settings
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class Agent:
     an environment or `solve` (between two turns of the model) may take `timeout` seconds. A trajectory whose
     environment failed is masked ("mask"), begun anew up to two times and then masked ("retry"), or an error ("raise").
     Where more than the share `max_failed` of a replica's trajectories failed, or all of them, that is an error, too (of
-    at least eight, so that chance decides nothing).
+    at least eight, so that chance decides nothing). `processor` and `max_image_pixels` are those of a PromptLoader, for
+    images that agents show; by default the processor is the model's own.
     """
 
     tools: Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", _listed)] = ()
@@ -68,6 +70,8 @@ class Agent:
     on_failure: Literal["mask", "retry", "raise"] = "mask"
     max_failed: Fraction = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    processor: Any = None
+    max_image_pixels: Size = MOST_PIXELS
 
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> Self | None:
@@ -142,17 +146,20 @@ class Agent:
     def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
         """Makes its processes, which start when they are needed."""
         stop_ids = end_token_ids(checkpoint)
-        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
-        tokens = image_tokens(checkpoint)
-        return partial(Sessions, process, self.workers, self.concurrency, tokens and TurnImages(tokens))
+        tokens, images, pixels = image_tokens(checkpoint), None, 0
+        if tokens is not None:
+            context, pixels = read_spec(checkpoint, "lm").context, self.max_image_pixels
+            images = TurnImages(tokens, checkpoint, context, self.processor, pixels)
+        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs), pixels)
+        return partial(Sessions, process, self.workers, self.concurrency, images)
 
     @property
     def described(self) -> tuple[Any, ...]:
         """Its settings in plain values, equal on all ranks of a replica."""
         given = [*self.tools, self.environment, self.solve]
         names = [getattr(one, "__qualname__", type(one).__qualname__) for one in given]
-        others = [one.name for one in fields(self) if one.name not in ("tools", "environment", "solve")]
-        return (*names, *(getattr(self, name) for name in others))
+        others = [one.name for one in fields(self) if one.name not in ("tools", "environment", "solve", "processor")]
+        return (*names, *(getattr(self, name) for name in others), repr(self.processor))
 
 
 AGENT_SETTINGS = tuple(Agent.__dataclass_fields__)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.tokenizer import is_image
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, Message
@@ -50,13 +51,58 @@ images."""
 
 
 @dataclass
+class Pictures:
+    """The images of conversations: `of_row` of the row, whose names are their numbers, and others of at most
+    `most_pixels` (0: the model reads text only), which `show` tells the host once."""
+
+    of_row: int = 0
+    most_pixels: int = 0
+    show: Callable[[bytes], object] = bytes
+    _shown: set[str] = field(default_factory=set)
+
+    def encoded(self, where: str, image: Any) -> EncodedImage:
+        """Errors: PromptError for one that cannot be read, and where the model reads text only."""
+        if not self.most_pixels:
+            raise PromptError(f"{where} is an image, and the model reads text only: give text.")
+        return image if isinstance(image, EncodedImage) else EncodedImage.of(where, image, self.most_pixels)
+
+    def taken(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+        """The messages with parts that only stand for images, and the names of these in order. Errors: PromptError,
+        also for a part that stands for none."""
+        out, names, places = list[Message](), list[str](), 0
+        for message in messages:
+            parts = []
+            for part in content if isinstance(content := message.get("content"), list) else ():
+                if isinstance(part, Mapping) and part.get("image") is not None:
+                    names.append(self._name(self.encoded(f"image {len(names)} of the conversation", part["image"])))
+                    part = {"type": "image"}
+                elif is_image(part):
+                    names.append(str(places))
+                    places += 1
+                parts.append(part)
+            out.append({**message, "content": parts} if parts else message)
+        if places > self.of_row:
+            raise PromptError(
+                f"the conversation has {places} parts {{'type': 'image'}} without an image, and its row {self.of_row} "
+                f"images: give one each."
+            )
+        return out, names
+
+    def _name(self, image: EncodedImage) -> str:
+        if (name := image.name) not in self._shown:
+            self.show(image)
+            self._shown.add(name)
+        return name
+
+
+@dataclass
 class Conversation:
     """One conversation under way, or several that an agent holds with the model for one row."""
 
     _sample: Sampler
     _renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer]
     metrics: dict[str, float] = field(default_factory=dict)
-    images: int = 0  # of the row, whose names are their numbers
+    images: Pictures = field(default_factory=Pictures)
     _past: list[_Past] = field(default_factory=list)
     _endpoint: Endpoint | None = None
     _clock: asyncio.Timeout | None = None
@@ -119,22 +165,12 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
     ) -> Answer:
         """As `chat`, with the turn's tokens and the calls that are damaged."""
-        renderer, images = self._renderer(tools), self._images(messages)
+        renderer, (messages, images) = self._renderer(tools), self.images.taken(messages)
         ids = self._continued(renderer, messages, images) or renderer.prompt(messages)
         turn = await self._turn(ids, sampling, images)
         message, calls = renderer.answer(turn.token_ids)
         self._past.append(_Past([*messages, message], [*ids, *turn.token_ids], turn.token_ids, images))
         return Answer(message, calls, turn, len(ids))
-
-    def _images(self, messages: Sequence[Message]) -> list[str]:
-        """The names of their images, in order. Errors: PromptError for a part that stands for none."""
-        parts = [part for message in messages if isinstance(own := message.get("content"), list) for part in own]
-        if (places := sum(map(is_image, parts))) > self.images:
-            raise PromptError(
-                f"the conversation has {places} parts {{'type': 'image'}} and its row {self.images} images: give one "
-                f"each."
-            )
-        return [str(number) for number in range(places)]
 
     def _continued(
         self, renderer: ChatRenderer, messages: Sequence[Message], images: Sequence[str]

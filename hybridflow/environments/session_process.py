@@ -2,9 +2,9 @@
 user's functions lasts. Forked from a template (`processes/fork_server.py`), it can be killed at any time.
 
 Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling, names
-of images], ["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its
-own: ("start", key, row, images), ("turn", key, number, token_ids, log_probs, end), ("full", key, number, why),
-("refused", key, number, why), ("cancel", key).
+of images], ["image", key, file], ["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the
+host come pickles of its own: ("start", key, row, images), ("turn", key, number, token_ids, log_probs, end), ("full",
+key, number, why), ("refused", key, number, why), ("cancel", key).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import json
 import pickle
 import socket
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -20,7 +21,7 @@ from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.environments.acting import Act, Ending, UserCalls, failure_of
-from hybridflow.environments.conversation import Conversation, Turn
+from hybridflow.environments.conversation import Conversation, Pictures, Turn
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, ContextFullError
 from hybridflow.errors import PromptError
@@ -39,6 +40,7 @@ class SessionProcess:
     stop_ids: tuple[int, ...]
     seconds: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    most_pixels: int = 0  # of an image; 0: the model reads text only
 
     @property
     def main(self) -> Callable[[socket.socket], None]:
@@ -104,8 +106,12 @@ class _Running:
             finally:
                 self._turns.pop(name, None)
 
+        def show(file: bytes) -> None:
+            self._say("image", key, b64encode(file).decode())
+
+        seen = Pictures(images, self._given.most_pixels, show)
         session = Conversation(
-            sample, lambda tools: self._renderers(json.dumps(list(tools))), images=images, _endpoint=self._endpoint
+            sample, lambda tools: self._renderers(json.dumps(list(tools))), images=seen, _endpoint=self._endpoint
         )
         stuck = self._caller.stuck
         try:

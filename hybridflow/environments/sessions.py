@@ -13,11 +13,13 @@ import json
 import math
 import pickle
 import time
+from base64 import b64decode
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import STOPS, Ending
 from hybridflow.environments.session_process import SessionProcess
@@ -82,12 +84,19 @@ class _Session:
     key: int
     row: Mapping[str, Any]
     seed: int
-    images: dict[str, RowImages]  # each by the name that its process gave it
+    pictures: int  # of its row
+    images: dict[str, RowImages | bytes]  # each by the name that its process gave it; files that no turn had yet
     said: list[_Said] = field(default_factory=list)
     turns: int = 0  # asked for in this life
     deaths: int = 0
     asked: dict[int, Asked] = field(default_factory=dict)
     process: _Process | None = None  # None while it waits for one
+
+    def image(self, name: str, images: TurnImages) -> RowImages:
+        """Errors: PromptError."""
+        if isinstance(found := self.images[name], bytes):
+            found = self.images[name] = images.read(found)
+        return found
 
 
 @dataclass(eq=False)
@@ -124,7 +133,7 @@ class Sessions:
     def start(self, key: int, row: Mapping[str, Any], seed: int, images: RowImages | None = None) -> None:
         """Run the agent for `row`, whose prompt has `images`. `key` names the trajectory, `seed` decides its draws."""
         own = {str(number): one for number, one in enumerate(() if images is None else images.each)}
-        self._sessions[key] = session = _Session(key, row, seed, own)
+        self._sessions[key] = session = _Session(key, row, seed, len(own), {**own})
         self._waiting.append(session)
 
     def take(self) -> dict[int, EndedTrajectory]:
@@ -207,7 +216,7 @@ class Sessions:
             for said in session.said:
                 said.used = False
             session.process.sessions[session.key] = session
-            self._tell(session, "start", session.row, len(session.images))
+            self._tell(session, "start", session.row, session.pictures)
 
     def _process_for(self, level: int) -> _Process | None:
         open_ = [
@@ -256,10 +265,13 @@ class Sessions:
         what = message[0]
         if what == "stuck":
             process.retiring = True
-        if what not in ("turn", "end", "failed") or (session := process.sessions.get(message[1])) is None:
+        if what not in ("turn", "image", "end", "failed") or (session := process.sessions.get(message[1])) is None:
             return
         if what == "turn":
             self._asked(session, *message[2:], out=out)
+            return
+        if what == "image":
+            _ = session.images.setdefault((file := EncodedImage(b64decode(message[2]))).name, file)
             return
         ending = Ending(**message[2]) if what == "end" else Ending("failure")
         figures = [*ending.metrics.values(), 0.0 if ending.reward is None else ending.reward]
@@ -277,7 +289,7 @@ class Sessions:
         images: RowImages | None = None
         if self._images is not None:
             try:
-                ids, images = self._images.expanded(ids, [session.images[name] for name in shown])
+                ids, images = self._images.expanded(ids, [session.image(name, self._images) for name in shown])
             except PromptError as error:
                 self._tell(session, "refused", number, str(error))
                 return

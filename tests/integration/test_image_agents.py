@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 import hybridflow as hf
 from hybridflow.data.prompts import PromptSource
-from tests.example_agents import Echo
+from tests.example_agents import Echo, Gallery, looks
 from tests.vision_models import CHAT, IMAGE, KINDS, make_vision, noise, outputs
 
 SAMPLING = hf.Sampling(max_tokens=40, seed=5, n=2, stop_token_ids=tuple(range(6, 50)))
@@ -52,7 +52,7 @@ def agrees(actor: hf.WorkerGroup, model: Path, batch: Any) -> hf.Batch:
     for mine in ("log_probs", "old_log_probs"):
         assert (found[mine].values - wanted)[kept].abs().max() < 1e-3, mine
     assert not kept[found["response_ids"].values == IMAGE].any()
-    batch |= hf.compute_advantage(batch, "grpo")
+    batch |= hf.Batch({"advantages": found["log_probs"].map(torch.ones_like)})
     assert actor.update_actor(batch, minibatches=1).get()["actor/grad_norm"] > 0
     return found
 
@@ -69,3 +69,26 @@ def test_prompts_with_images_begin_conversations(acting):
     for name in ("pixel_values", "image_grid_thw"):
         assert found[name].equal(own[name].index(several)), name
     assert found["images"] == [row for row in own["images"] for _ in range(2)]
+
+
+def test_environments_show_images_in_several_turns(acting):
+    actor, model = acting
+    hf.load(model / "begun", [actor])
+    own = prompts(model, 1, 0, 2).with_columns(shows=[True, True, False])
+    found = agrees(actor, model, actor.generate_sequences(own, environment=Gallery, max_turns=3))
+    assert set(found["environment_failure"]) == {None}
+    assert found["turns"].tolist() == [3] * 6
+    assert [len(grids) for grids in found["image_grid_thw"].rows()] == [3, 3, 2, 2, 2, 2]
+    shown = [int((ids == IMAGE).sum()) > 0 for ids in found["response_ids"].rows()]
+    assert shown == [True, True, True, True, False, False]
+    first, second = (found[name].rows()[0] for name in ("pixel_values", "image_grid_thw"))
+    assert first[: len(own["pixel_values"].row(0))].equal(own["pixel_values"].row(0))
+    assert len(first) == int(second.prod(-1).sum())
+
+
+def test_programs_show_images_in_several_conversations(acting):
+    actor, model = acting
+    hf.load(model / "begun", [actor])
+    found = agrees(actor, model, actor.run(prompts(model, 1, 0), looks))
+    assert set(found["environment_failure"]) == {None}
+    assert [len(grids) for grids in found["image_grid_thw"].rows()] == [2, 1, 2, 1, 1, 1, 1, 1]
