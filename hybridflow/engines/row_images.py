@@ -42,6 +42,11 @@ class RowImages:
         return found
 
     @classmethod
+    def taken(cls, batch: Batch) -> tuple[list[RowImages | None] | None, Batch]:
+        """Those of `of`, and the batch without their columns, which are much as plain values. Errors: as `of`."""
+        return cls.of(batch), batch.without(*({PIXELS, GRIDS} & {*batch.columns}))
+
+    @classmethod
     def named(cls, patches: Sequence[Tensor], grids: Tensor) -> RowImages:
         """Of these patches and grids, which decide the names."""
         parts = zip(patches, grids.tolist(), strict=True)
@@ -74,16 +79,12 @@ class RowImages:
         }
 
 
-def check_columns(rows: int, spec: Decoder, session: bool) -> None:
-    """Of prompts with images. Errors: PromptError where the model of `spec` reads none, or they go to a `session`."""
+def check_columns(rows: int, spec: Decoder) -> None:
+    """Of prompts with images. Errors: PromptError where the model of `spec` reads none."""
     if not spec.images:
         raise PromptError(
             f"{rows} prompts have images ({PIXELS}), and the model, a {spec.family}, reads text only. Use a model that "
             f"reads images ({', '.join(VISION_FAMILIES)}), or drop the columns {PIXELS} and {GRIDS}."
-        )
-    if session:
-        raise PromptError(
-            f"{rows} prompts have images ({PIXELS}), which streams of rows do not take yet. Use generate_sequences."
         )
 
 

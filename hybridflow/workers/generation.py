@@ -81,7 +81,7 @@ def _check(settings: Settings, call: Settings) -> None:
         check_response(read_spec(settings["model"], "lm"), strategy, most)
     batch = call["batch"]
     if isinstance(batch, BatchRef) and not {PIXELS, GRIDS}.isdisjoint(batch.columns):
-        check_columns(batch.rows, read_spec(settings["model"], "lm"), "until" in call)
+        check_columns(batch.rows, read_spec(settings["model"], "lm"))
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):
         raise PromptError(
@@ -159,12 +159,11 @@ class Generation:
     def trajectories(self, batch: Batch, agent: Agent, sampling: Sampling) -> Batch | None:
         """`n` trajectories per row of `batch`, see `RowSession.run`; None on ranks whose output is not collected."""
         row_ids = _row_ids(batch) or list(range(batch.rows))
-        seeds, images = _seeds(sampling, row_ids), RowImages.of(batch)
+        seeds, (images, batch) = _seeds(sampling, row_ids), RowImages.taken(batch)
         begun = self.engine.new_rows([[]] * batch.rows, sampling, seeds, row_ids, images)
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
-        batch = batch.without(*({PIXELS, GRIDS} & {*batch.columns}))
         turns = AgentTurns(partial(self._sessions.of, agent), agent.on_failure, self._numbers)
         turns.start(begun, [row for row in batch.to_dicts() for _ in range(sampling.n)])
         try:
@@ -210,7 +209,8 @@ class Generation:
         given = [Row(**row) for row in rows]
         if batch is not None:
             row_ids, prompts = _row_ids(batch), [[]] * batch.rows if agent else self._prompt_ids(batch)
-            given += engine.new_rows(prompts, sampling, _seeds(sampling, row_ids), row_ids)
+            images, batch = RowImages.taken(batch)
+            given += engine.new_rows(prompts, sampling, _seeds(sampling, row_ids), row_ids, images)
         self._acting.check(agent)
         if agent is None:
             engine.submit(given)
@@ -246,7 +246,8 @@ class Generation:
     def withdraw(self, row_ids: Sequence[int] | None, keep: bool) -> list[dict[str, Any]]:
         """See `RowSession.withdraw_rows`."""
         found = [row for row in self.session_rows if row_ids is None or row.row_id in row_ids]
-        rows = [asdict(row) for row in (found if keep else self.engine.withdraw([row.name for row in found]))]
+        gone = found if keep else self.engine.withdraw([row.name for row in found])
+        rows = [{"row_id": row.row_id, "index": row.index} if row.images else asdict(row) for row in gone]
         return rows + self._acting.withdraw(row_ids, keep)
 
     @property
@@ -408,7 +409,7 @@ class RowSession:
     @register(
         THREE_D_ALL_MICRO_DP,
         binds=_bound,
-        reads=lambda settings, call: ("prompt_ids|prompt", "row_id") if call["agent"] is None else None,
+        reads=lambda settings, call: ("prompt_ids|prompt", "row_id", *IMAGES) if call["agent"] is None else None,
         writes=lambda settings, call: tuple(dict.fromkeys((*_written(settings, call["agent"]), *SESSION_ROWS))),
         resizes=True,
         later=True,
@@ -484,9 +485,9 @@ class RowSession:
         """The unfinished rows (of the prompts `row_ids`) of a generation replica as plain data. None: a list of them
         for each replica.
 
-        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host. Of a trajectory
-        there are `row_id` and `index` only: it begins anew. Without `row_ids`, trajectories that ended and were not
-        returned are forgotten, too.
+        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host. Of trajectories
+        and of rows with images there are `row_id` and `index` only: they begin anew. Without `row_ids`, trajectories
+        that ended and were not returned are forgotten, too.
         """
         del replica  # used by the driver only
         found = self.rollout.withdraw(row_ids, keep)
