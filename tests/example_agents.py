@@ -105,17 +105,20 @@ def picture(seed: int, width: int) -> Any:
 
 
 class Gallery:
-    """Shows an image in its first and in its last observation to some, and text to others."""
+    """Shows an image in its first and in its last observation, or in the last only ("late"), or text alone."""
 
-    def reset(self, prompt: Any, shows: bool, images: Any = None, **row: Any) -> Any:
+    def reset(self, prompt: Any, shows: Any, images: Any = None, **row: Any) -> Any:
         self.shows, self.turns = shows, 0
         self.given = [one.open().size for one in images or ()]
-        return ["w3", picture(1, 64), "w4"] if shows else "w3"
+        return ["w3", picture(1, 64), "w4"] if shows is True else "w3"
 
     def step(self, text: str) -> tuple[Any, float, bool]:
         self.turns += 1
-        last = self.turns == 2 and self.shows
-        return picture(2, 96) if last else "w5 w6", float(len(text) % 7 + len(self.given)), self.turns == 3
+        return (
+            picture(2, 96) if self.turns == 2 and self.shows else "w5 w6",
+            float(len(text) % 7 + len(self.given)),
+            self.turns == 3,
+        )
 
 
 async def looks(row, model):

@@ -137,6 +137,10 @@ class Agent:
                 "tools= needs the column 'prompt' (a text or chat messages), because the prompt and the tools are "
                 "rendered together. This batch has none."
             )
+        if self.processor is not None:
+            images = self._images(checkpoint)
+            require(images is not None, f"processor= is for images, and {checkpoint} reads text only. Leave it out.")
+            _ = images and images.loaded
         if self.solve is None:
             _check_template(checkpoint, json.dumps(schemas), json.dumps(dict(self.chat_template_kwargs)))
 
@@ -146,12 +150,16 @@ class Agent:
     def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
         """Makes its processes, which start when they are needed."""
         stop_ids = end_token_ids(checkpoint)
-        tokens, images, pixels = image_tokens(checkpoint), None, 0
-        if tokens is not None:
-            context, pixels = read_spec(checkpoint, "lm").context, self.max_image_pixels
-            images = TurnImages(tokens, checkpoint, context, self.processor, pixels)
-        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs), pixels)
+        images, options = self._images(checkpoint), dict(self.chat_template_kwargs)
+        pixels = 0 if images is None else images.most_pixels
+        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, options, pixels)
         return partial(Sessions, process, self.workers, self.concurrency, images)
+
+    def _images(self, checkpoint: str) -> TurnImages | None:
+        if (tokens := image_tokens(checkpoint)) is None:
+            return None
+        context = read_spec(checkpoint, "lm").context
+        return TurnImages(tokens, checkpoint, context, self.processor, self.max_image_pixels)
 
     @property
     def described(self) -> tuple[Any, ...]:

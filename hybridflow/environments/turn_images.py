@@ -29,7 +29,8 @@ class TurnImages:
     most_pixels: int = 0
 
     @cached_property
-    def _processor(self) -> ImageProcessor:
+    def loaded(self) -> ImageProcessor:
+        """Errors: ConfigError for a processor that cannot be loaded, PromptError for one of another model."""
         given = self.checkpoint if self.processor is None else self.processor
         made = image_processor(given, load_tokenizer(self.checkpoint), self.most_pixels, Path())
         made.check_model(self.tokens, self.checkpoint)
@@ -37,7 +38,7 @@ class TurnImages:
 
     def read(self, file: bytes) -> RowImages:
         """An image that an agent has shown. Errors: PromptError for one that the model cannot be given."""
-        pixels, grids = self._processor.patches(["the conversation"], [[EncodedImage(file)]])
+        pixels, grids = self.loaded.patches(["the conversation"], [[EncodedImage(file)]])
         if (count := int(self.tokens.counts(grids.values))) >= self.context:
             raise PromptError(
                 f"the conversation has an image of {count} tokens, and the model's context is {self.context}. Scale it "

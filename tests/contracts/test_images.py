@@ -146,3 +146,7 @@ def test_rows_whose_images_do_not_fit_are_refused(tmp_path):
     drawn[5] = IMAGE
     with pytest.raises(BatchError, match=r"row 1.*has a token of an image in its response"):
         _checked(rows.with_columns(response_ids=responses.with_values(drawn)), spec)
+    masked = rows.with_columns(response_ids=responses.with_values(drawn))
+    masked = masked.with_columns(response_mask=responses.with_values(drawn != IMAGE))
+    with pytest.raises(BatchError, match=r"row 1 .*has 7 tokens of images, image_grid_thw of 24 patches"):
+        _checked(masked, spec)  # an observation, whose image is lacking

@@ -74,11 +74,11 @@ def test_prompts_with_images_begin_conversations(acting):
 def test_environments_show_images_in_several_turns(acting):
     actor, model = acting
     hf.load(model / "begun", [actor])
-    own = prompts(model, 1, 0, 2).with_columns(shows=[True, True, False])
+    own = prompts(model, 1, 0, 2).with_columns(shows=[True, "late", False])
     found = agrees(actor, model, actor.generate_sequences(own, environment=Gallery, max_turns=3))
     assert set(found["environment_failure"]) == {None}
     assert found["turns"].tolist() == [3] * 6
-    assert [len(grids) for grids in found["image_grid_thw"].rows()] == [3, 3, 2, 2, 2, 2]
+    assert [len(grids) for grids in found["image_grid_thw"].rows()] == [3, 3, 1, 1, 2, 2]
     shown = [int((ids == IMAGE).sum()) > 0 for ids in found["response_ids"].rows()]
     assert shown == [True, True, True, True, False, False]
     first, second = (found[name].rows()[0] for name in ("pixel_values", "image_grid_thw"))

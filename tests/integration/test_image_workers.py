@@ -341,5 +341,3 @@ def test_prompts_that_do_not_fit_their_images_are_refused(pool, place, tmp_path)
     ):
         with pytest.raises(WorkerError, match=message):
             rollout.generate_sequences(batch).get()
-    with pytest.raises(PromptError, match=r"5 prompts have images .*, which streams of rows do not take"):
-        rollout.advance_rows(hf.BatchRef.from_batch(rows), until=hf.Until(steps=1))

@@ -11,11 +11,14 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
+from hybridflow.environments.agent import Agent
 from hybridflow.environments.turn_images import TurnImages
+from hybridflow.errors import ConfigError, PromptError
 from hybridflow.models.images import ImageTokens
 from tests.example_agents import show
 from tests.example_templates import byte_tokenizer
 from tests.session_runs import call, run
+from tests.vision_models import CHAT, make_vision
 
 PARTS = (
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}"
@@ -127,3 +130,14 @@ def test_conversations_with_other_images_are_other_rows(images):
     first, second, third = (row.images.names for row in one.trajectory.rows)
     assert first == third != second
     assert one.trajectory.turns == 6
+
+
+def test_a_processor_that_no_image_could_use_is_refused_before_the_call(images, tmp_path):
+    with pytest.raises(ConfigError, match=r"processor= is for images, and .* reads text only"):
+        Agent(environment=Dies, processor="x").check(images.checkpoint, ("row_id",))
+    model = make_vision(tmp_path / "model", "qwen3_vl", template=CHAT)
+    Agent(environment=Dies, processor=str(model)).check(str(model), ("row_id",))
+    with pytest.raises(ConfigError, match="has no image processor"):
+        Agent(environment=Dies, processor=str(tmp_path)).check(str(model), ("row_id",))
+    with pytest.raises(PromptError, match="is of another model"):
+        Agent(environment=Dies, processor=images.processor).check(str(model), ("row_id",))
