@@ -13,7 +13,7 @@ from PIL import Image
 import hybridflow as hf
 from hybridflow.errors import PromptError
 from tests.example_agents import Gallery
-from tests.vision_models import CHAT, make_vision, noise
+from tests.vision_models import CHAT, IMAGE, make_vision, noise
 
 SAMPLING = hf.Sampling(max_tokens=12, seed=5, stop_token_ids=tuple(range(6, 50)))
 WIDTHS = [64, 96, 128, 0, 160, 192, 0, 224]
@@ -99,6 +99,32 @@ def test_a_loop_that_was_left_begins_their_rows_anew(model, actor, rollout):
     assert len(seen) == 24
     wanted = [width for batch in loader(model, 3).drawn() for width in batch["width"] for _ in range(2)]
     assert sorted(seen) == sorted(wanted)
+
+
+@pytest.mark.parametrize("way", [{}, {"environment": Gallery, "max_turns": 3}], ids=["rows", "trajectories"])
+def test_what_a_loaded_state_had_under_way_begins_anew(model, actor, rollout, way):
+    """With copies asked for, of which rows with images have none."""
+    hf.sync_weights(actor, rollout)
+    settings: dict[str, Any] = {
+        "rows": 8,
+        "n": 2,
+        "max_staleness": 2,
+        "call_seconds": 0.001,
+        "copy_seconds": 1e-4,
+        **way,
+    }
+    stream = hf.stream(loader(model, 4, shows=True), rollout, **settings)
+    stream.state()  # from now on there are copies
+    batches = iter(stream)
+    _ = trained(next(batches), actor, rollout, -1)
+    state = stream.state()
+    under_way = [row for rows in rollout.withdraw_rows(keep=True).get() for row in rows]
+    assert not any(IMAGE in row.get("prompt_ids", ()) for row in under_way)
+    assert all(row.keys() == {"row_id", "index"} or 3 not in row["prompt_ids"] for row in under_way)
+    batches.close()
+    stream.load_state(state)
+    seen = [width for batch in stream for width in trained(batch, actor, rollout, -1)[0]["width"]]
+    assert len(seen) == 24
 
 
 def test_environments_show_images_in_streams(model, actor, rollout):
