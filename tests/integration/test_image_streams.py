@@ -115,12 +115,11 @@ def test_what_a_loaded_state_had_under_way_begins_anew(model, actor, rollout, wa
     }
     stream = hf.stream(loader(model, 4, shows=True), rollout, **settings)
     stream.state()  # from now on there are copies
-    batches = iter(stream)
+    batches: Any = iter(stream)
     _ = trained(next(batches), actor, rollout, -1)
     state = stream.state()
     under_way = [row for rows in rollout.withdraw_rows(keep=True).get() for row in rows]
     assert not any(IMAGE in row.get("prompt_ids", ()) for row in under_way)
-    assert all(row.keys() == {"row_id", "index"} or 3 not in row["prompt_ids"] for row in under_way)
     batches.close()
     stream.load_state(state)
     seen = [width for batch in stream for width in trained(batch, actor, rollout, -1)[0]["width"]]
