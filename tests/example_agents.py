@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 import time
+from io import BytesIO
 from typing import Any
 
 
@@ -92,3 +95,61 @@ async def where(row, model):
 
 async def elsewhere(row, model):
     return {"reward": 0.5, "process": os.getpid()}
+
+
+def picture(seed: int, width: int) -> Any:
+    """Random points, 64 high."""
+    from PIL import Image
+
+    return Image.frombytes("RGB", (width, 64), random.Random(seed).randbytes(3 * 64 * width))
+
+
+class Gallery:
+    """Shows an image in its first and in its last observation, or in the last only ("late"), or text alone."""
+
+    def reset(self, prompt: Any, shows: Any, images: Any = None, **row: Any) -> Any:
+        self.shows, self.turns = shows, 0
+        self.given = [one.open().size for one in images or ()]
+        return ["w3", picture(1, 64), "w4"] if shows is True else "w3"
+
+    def step(self, text: str) -> tuple[Any, float, bool]:
+        self.turns += 1
+        return (
+            picture(2, 96) if self.turns == 2 and self.shows else "w5 w6",
+            float(len(text) % 7 + len(self.given)),
+            self.turns == 3,
+        )
+
+
+async def looks(row, model):
+    """Two conversations, of which each shows an image; the first goes on."""
+    begun = [{"role": "user", "content": [{"type": "image", "image": picture(3, 64)}, {"type": "text", "text": "w7"}]}]
+    said = await model.chat(begun)
+    await model.chat([{"role": "user", "content": [{"type": "image", "image": picture(4, 64)}]}])
+    more = row["prompt"] if row["images"] else [{"role": "user", "content": "w8"}]
+    await model.chat([*begun, said, *more])
+    return float(len(said["content"]) % 5)
+
+
+def show(how: str) -> Any:
+    """Show something.
+
+    Args:
+        how: What to show.
+    """
+    from PIL import Image
+
+    if how == "torch":
+        return ["torch" if "torch" in sys.modules else "none", picture(0, 56)]
+    if how == "cut":
+        picture(0, 56).save(made := BytesIO(), "PNG")
+        return {"type": "image", "image": made.getvalue()[:5000]}
+    return {
+        "large": lambda: Image.new("RGB", (200, 100)),
+        "mode": lambda: Image.new("F", (56, 56)),
+        "narrow": lambda: Image.new("L", (9999, 1)),
+        "twice": lambda: [picture(0, 56), {"type": "text", "text": " and "}, picture(0, 56)],
+        "no image": lambda: {"type": "image", "image": 3},
+        "other": lambda: {"type": "image_url", "image_url": "x"},
+        "none": lambda: {"type": "image"},
+    }[how]()

@@ -1,11 +1,17 @@
 """Agents in their real processes, with a script in the model's place."""
 
+from __future__ import annotations
+
 import json
 import time
+from typing import TYPE_CHECKING
 
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import EndedTrajectory, Sessions
 from tests.example_templates import tokenizer_of
+
+if TYPE_CHECKING:  # it imports torch
+    from hybridflow.environments.turn_images import TurnImages
 
 
 def call(name: str, /, **arguments) -> str:
@@ -13,12 +19,21 @@ def call(name: str, /, **arguments) -> str:
 
 
 def run(
-    act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 1, concurrency: int = 100, sampling=None
+    act,
+    checkpoint: str,
+    rows,
+    says,
+    seconds: float = 20.0,
+    workers: int = 1,
+    concurrency: int = 100,
+    sampling=None,
+    images: TurnImages | None = None,
 ):
     """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order. The turns' own
     sampling is added to the list `sampling`."""
     tokenizer, stop = tokenizer_of("qwen3")
-    sessions = Sessions(SessionProcess(act, checkpoint, (stop,), seconds), workers, concurrency)
+    process = SessionProcess(act, checkpoint, (stop,), seconds, {}, 0 if images is None else images.most_pixels)
+    sessions = Sessions(process, workers, concurrency, images)
     found: dict[int, EndedTrajectory] = {}
     turns = dict.fromkeys(range(len(rows)), 0)
     try:

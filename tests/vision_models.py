@@ -22,6 +22,8 @@ TEMPLATE = (
     "{% if p['type'] == 'image' %}<|vision_start|> <|image_pad|> <|vision_end|> {% else %}{{ p['text'] }} {% endif %}"
     "{% endfor %}{% endif %}{% endfor %}"
 )
+CHAT = TEMPLATE.removesuffix("{% endfor %}") + "<|im_end|> {% endfor %}"
+"""The same with an end of each turn, for conversations."""
 
 
 def sizes(kind: str, width: int = 64, **more: Any) -> Any:
@@ -70,7 +72,7 @@ def sizes(kind: str, width: int = 64, **more: Any) -> Any:
     return made(text_config=text, vision_config=vision, tie_word_embeddings=not own, **ids)
 
 
-def make_vision(directory: Path, kind: str, *, seed: int = 0, **more: Any) -> Path:
+def make_vision(directory: Path, kind: str, *, seed: int = 0, template: str = TEMPLATE, **more: Any) -> Path:
     """A random model as a Hugging Face directory, with tokenizer and image processor."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -89,7 +91,7 @@ def make_vision(directory: Path, kind: str, *, seed: int = 0, **more: Any) -> Pa
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token=SPECIAL[1], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[2:]
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
     side = PATCH[kind]
     limits = {"shortest_edge": 4 * side**2, "longest_edge": 64 * side**2}

@@ -21,7 +21,7 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.image_processor import EncodedImage
+from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.errors import BatchError, ConfigError
 
 PROGRAM = "program.json"

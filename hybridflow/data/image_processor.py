@@ -9,49 +9,26 @@ import hashlib
 import json
 import os
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from hybridflow.batch.ragged import Ragged
+from hybridflow.data.encoded_image import MOST_PIXELS, EncodedImage, as_png, check_pixels, explained
 from hybridflow.data.tokenizer import Tokenizer, is_image
 from hybridflow.errors import ConfigError, PromptError
 from hybridflow.models.images import GRIDS, PIXELS, VISION_FAMILIES, ImageTokens
 
-MOST_PIXELS = 1 << 26
-"""Of one image: more take minutes and gigabytes, and are scaled down anyway."""
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """How files end that are whole; one that does not is decoded to find out."""
 _DIGESTED = 1 << 14  # bytes
 _THUMBNAIL = 96  # pixels of the longer side
-_WIDE = ("I", "F")  # modes of numbers of any range
 _PROCESSORS = "of a model that reads images: " + ", ".join(VISION_FAMILIES)
-
-
-class EncodedImage(bytes):
-    """The bytes of an image's file, as the column `images` has them."""
-
-    def open(self) -> Image.Image:
-        """`shown`. Errors: those of PIL."""
-        return shown(Image.open(BytesIO(self)))
-
-
-def shown(image: Image.Image) -> Image.Image:
-    """In RGB, turned as the file says, what is transparent on white, of 16 bits of grey the upper ones."""
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        ground = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
-    return image.convert("RGB")
 
 
 def thumbnail(image: EncodedImage) -> str:
@@ -122,7 +99,7 @@ class ImageProcessor:
         """The images of a row as the bytes of their files. Errors: PromptError."""
         found = list[EncodedImage]()
         for at, one in enumerate(listed(images)):
-            with self._opened(where := f"{place}: image {at}", one) as file, _explained(where, one):
+            with self._opened(where := f"{place}: image {at}", one) as file, explained(where, one):
                 found.append(EncodedImage(file.read()))
         return found
 
@@ -132,7 +109,7 @@ class ImageProcessor:
         for place, images in zip(places, rows, strict=True):
             before = len(pixels)
             for at, one in enumerate(images):
-                with _explained(f"{place}: image {at}", one):
+                with explained(f"{place}: image {at}", one):
                     made = self.raw(images=[one.open()], return_tensors="pt")
                 pixels.append(made[PIXELS].float())
                 grids.append(made[GRIDS].long())
@@ -151,26 +128,23 @@ class ImageProcessor:
         if isinstance(image, Mapping):  # as datasets and their Parquet files have one
             image = image.get("bytes") or image.get("path")
         if isinstance(image, Image.Image):
-            with _explained(where, image):
-                shown(image).save(made := BytesIO(), "PNG", compress_level=1)
-            made.seek(0)
-            return made
+            return BytesIO(as_png(where, image))
         if isinstance(image, bytes | bytearray):
             return BytesIO(image)
         if not isinstance(image, str | os.PathLike):
             kind = type(image).__name__
             raise PromptError(f"{where} is a {kind}: give a path, the bytes of an image's file, or an image of PIL.")
-        with _explained(where, image):
+        with explained(where, image):
             return (self.folder / Path(image).expanduser()).open("rb")
 
     def _size(self, where: str, image: Any) -> tuple[int, int, str]:
         """Width, height, and a digest of the file: its length and `_DIGESTED` bytes at both ends, where these do not
         show that it is whole, all of it; none of an image of PIL."""
         if isinstance(image, Image.Image):
-            return *self._bounded(where, image), ""
-        with self._opened(where, image) as file, _explained(where, image):
+            return *check_pixels(where, image, self.most_pixels), ""
+        with self._opened(where, image) as file, explained(where, image):
             found = Image.open(file)
-            size, ending = self._bounded(where, found), _ENDS.get(found.format or "")
+            size, ending = check_pixels(where, found, self.most_pixels), _ENDS.get(found.format or "")
             length = file.seek(0, os.SEEK_END)
             file.seek(max(0, length - _DIGESTED))
             last = file.read()
@@ -181,19 +155,8 @@ class ImageProcessor:
                 Image.open(BytesIO(first)).load()
         return *size, hashlib.blake2b(b"%d " % length + first + last, digest_size=16).hexdigest()
 
-    def _bounded(self, where: str, image: Image.Image) -> tuple[int, int]:
-        width, height = image.size
-        if image.mode in _WIDE:
-            raise PromptError(f"{where} has mode {image.mode!r}, whose range is not known. Give 8 or 16 bits.")
-        if width * height > self.most_pixels:
-            raise PromptError(
-                f"{where} has {width} x {height} pixels, and max_image_pixels={self.most_pixels}. Scale it down, or "
-                f"raise the limit."
-            )
-        return width, height
-
     def _tokens(self, where: str, size: tuple[int, int, str]) -> int:
-        with _explained(where, "it"):
+        with explained(where, "it"):
             return self.raw.get_number_of_image_patches(size[1], size[0]) // self.merge**2
 
 
@@ -236,16 +199,3 @@ def image_processor(given: Any, tokenizer: Tokenizer | None, most_pixels: int, f
 def listed(images: Any) -> list[Any]:
     """The images of a row: several, one, or None."""
     return [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
-
-
-@contextmanager
-def _explained(where: str, image: Any) -> Iterator[None]:
-    """Errors: PromptError for those of files and of PIL."""
-    try:
-        yield
-    except PromptError:
-        raise
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        named = f" {image}" if isinstance(image, str | os.PathLike) else ""
-        why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
-        raise PromptError(f"{where}{named} cannot be read: {why}.") from None

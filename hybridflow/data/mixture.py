@@ -12,7 +12,8 @@ import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.image_processor import EncodedImage, Patches
+from hybridflow.data.encoded_image import EncodedImage
+from hybridflow.data.image_processor import Patches
 from hybridflow.data.prompts import PromptRows, Prompts, PromptSource
 from hybridflow.data.records import Record
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, State

@@ -16,7 +16,8 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.image_processor import MOST_PIXELS, ImageProcessor, Patches, image_processor
+from hybridflow.data.encoded_image import MOST_PIXELS
+from hybridflow.data.image_processor import ImageProcessor, Patches, image_processor
 from hybridflow.data.records import Record, differing_column, open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
 from hybridflow.data.tokenizer import (

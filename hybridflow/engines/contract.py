@@ -142,6 +142,7 @@ class GenerateEngine(Generator, Protocol):
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         row_ids: Sequence[int] | None = None,
+        images: Sequence[RowImages | None] | None = None,
     ) -> list[Row]:
         """`sampling.n` rows of each prompt, without tokens."""
         ...

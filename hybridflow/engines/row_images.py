@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from hybridflow.algorithms.masked import token_column
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import PromptError, of_row
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.images import GRIDS, LONGEST_IMAGE, PIXELS, VISION_FAMILIES
@@ -17,10 +20,10 @@ from hybridflow.models.images import GRIDS, LONGEST_IMAGE, PIXELS, VISION_FAMILI
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of a prompt: `patches` [n, P] float32, `grids` [k, 3] int64, and a name of each, equal for equal
+    """The images of a row: `patches` of each [n, P] float32, `grids` [k, 3] int64, and a name of each, equal for equal
     images."""
 
-    patches: Tensor
+    patches: Sequence[Tensor]
     grids: Tensor
     names: Sequence[str]
 
@@ -35,23 +38,53 @@ class RowImages:
             each = grids.prod(-1).tolist() if len(grids) else []
             if sum(each) != len(patches):
                 raise of_row(row, f"has {len(patches)} patches in {PIXELS}, and {GRIDS} of {sum(each)}.")
-            parts = zip(patches.split(each), grids.tolist(), strict=True) if each else ()
-            names = [hashlib.blake2b(part.numpy().tobytes() + repr(grid).encode()).hexdigest() for part, grid in parts]
-            found.append(cls(patches, grids, names) if each else None)
+            found.append(cls.named(patches.split(each), grids) if each else None)
         return found
 
+    @classmethod
+    def taken(cls, batch: Batch) -> tuple[list[RowImages | None] | None, Batch]:
+        """Those of `of`, and the batch without their columns, which are much as plain values. Errors: as `of`."""
+        return cls.of(batch), batch.without(*({PIXELS, GRIDS} & {*batch.columns}))
 
-def check_columns(rows: int, spec: Decoder, acts: bool) -> None:
-    """Of prompts with images. Errors: PromptError where the model of `spec` reads none, or the call `acts`."""
+    @classmethod
+    def named(cls, patches: Sequence[Tensor], grids: Tensor) -> RowImages:
+        """Of these patches and grids, which decide the names."""
+        parts = zip(patches, grids.tolist(), strict=True)
+        names = [hashlib.blake2b(part.numpy().tobytes() + repr(grid).encode()).hexdigest() for part, grid in parts]
+        return cls(patches, grids, names)
+
+    @cached_property
+    def each(self) -> list[RowImages]:
+        """One for each image, in memory of its own: a view would be sent with all that it shows a part of."""
+        parts = zip(self.patches, self.grids, self.names, strict=True)
+        return [RowImages([patches.clone()], grid[None].clone(), [name]) for patches, grid, name in parts]
+
+    @classmethod
+    def joined(cls, images: Sequence[RowImages]) -> RowImages:
+        """Several as one."""
+        patches, names = ([part for one in images for part in getattr(one, name)] for name in ("patches", "names"))
+        return cls(patches, torch.cat([one.grids for one in images]), names)
+
+    @classmethod
+    def columns(cls, rows: Sequence[RowImages | None], patch: int) -> dict[str, Ragged]:
+        """Of rows with patches of `patch` numbers, as a batch has them."""
+        none = cls([], torch.empty(0, 3, dtype=torch.int64), [])
+        own = [one or none for one in rows]
+        pixels = torch.cat([torch.empty(0, patch), *(part for one in own for part in one.patches)])
+        return {
+            PIXELS: Ragged.from_lengths(pixels, [sum(map(len, one.patches)) for one in own]),
+            GRIDS: Ragged.from_lengths(
+                torch.cat([none.grids, *(one.grids for one in own)]), [len(one.grids) for one in own]
+            ),
+        }
+
+
+def check_columns(rows: int, spec: Decoder) -> None:
+    """Of prompts with images. Errors: PromptError where the model of `spec` reads none."""
     if not spec.images:
         raise PromptError(
             f"{rows} prompts have images ({PIXELS}), and the model, a {spec.family}, reads text only. Use a model that "
             f"reads images ({', '.join(VISION_FAMILIES)}), or drop the columns {PIXELS} and {GRIDS}."
-        )
-    if acts:
-        raise PromptError(
-            f"{rows} prompts have images ({PIXELS}), which environments, tools and streams of rows do not take yet. "
-            f"Use generate_sequences without them."
         )
 
 
@@ -61,9 +94,9 @@ def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spe
         if images is not None:
             raise PromptError(f"prompt {name} has images, and {spec.family} models read text only.")
         return
-    if images is not None and images.patches.shape[1:] != (tokens.patch,):
+    if images is not None and (wrong := {one.shape[1:] for one in images.patches} - {(tokens.patch,)}):
         raise PromptError(
-            f"prompt {name} has patches of {list(images.patches.shape[1:])} numbers, the model reads {tokens.patch}. "
+            f"prompt {name} has patches of {list(wrong.pop())} numbers, the model reads {tokens.patch}. "
             f"Give PromptLoader(processor=) the processor of this model."
         )
     if images is not None and not bool((fitting := tokens.fits(images.grids)).all()):

@@ -114,9 +114,11 @@ class TokenOutputs:
             raise BatchError(f"{ROUTING} has experts of another model: {self.role} has {count} per layer.")
 
     def _check_images(self, batch: Batch) -> None:
-        """Errors: BatchError for images that the model does not read, and for prompts whose tokens do not fit them."""
+        """Errors: BatchError for images that the model does not read, for rows whose tokens do not fit them, and for
+        tokens of images that are trained on."""
         found = [token_column(batch, name) for name in (PIXELS, GRIDS) if name in batch]
-        prompts, tokens = token_column(batch, "prompt_ids"), self.split.images
+        prompts, responses = (token_column(batch, name) for name in ("prompt_ids", "response_ids"))
+        tokens = self.split.images
         if tokens is None:
             if any(len(column.values) for column in found):
                 raise BatchError(
@@ -124,7 +126,13 @@ class TokenOutputs:
                     f"({PIXELS}). Use a model that reads images, or drop the column."
                 )
             return
-        seen = prompts.with_values((prompts.values == tokens.token).long()).row_sum()
+        observed = ~response_mask(batch).values if "response_mask" in batch else torch.tensor(True)
+        allowed = (responses.values != tokens.special[1]) & ((responses.values != tokens.token) | observed)
+        if len(wrong := (~allowed).nonzero()):
+            row = int(responses.row_index()[wrong[0, 0]])
+            raise of_row(row, "has a token of an image in its response, which only prompts and observations can have.")
+        counts = [ids.with_values((ids.values == tokens.token).long()).row_sum() for ids in (prompts, responses)]
+        seen = counts[0] + counts[1]
         patches = counted = odd = torch.zeros_like(seen)
         if len(found) == 2:
             pixels, grids = found
@@ -140,14 +148,10 @@ class TokenOutputs:
         for row in wrong:
             raise of_row(
                 row,
-                f"has {int(seen[row])} tokens of images in its prompt, {GRIDS} of {int(counted[row])} patches and "
+                f"has {int(seen[row])} tokens of images, {GRIDS} of {int(counted[row])} patches and "
                 f"{PIXELS} of {int(patches[row])}, of which {tokens.merge}x{tokens.merge} are a token ({len(wrong)} of "
                 f"{len(batch)} rows do not fit). Give PromptLoader(processor=), which makes all three.",
             )
-        responses = token_column(batch, "response_ids")
-        if len(wrong := torch.isin(responses.values, torch.tensor(tokens.special[:2])).nonzero()):
-            row = int(responses.row_index()[wrong[0, 0]])
-            raise of_row(row, "has a token of an image in its response, which only prompts can have.")
 
     def _check_lengths(self, batch: Batch) -> None:
         if not self.spec.learned_positions or not len(batch):

@@ -13,9 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from hybridflow.environments.conversation import Answer, Conversation
+from PIL import Image
+
+from hybridflow.data.encoded_image import EncodedImage
+from hybridflow.data.tokenizer import is_image
+from hybridflow.environments.conversation import Answer, Conversation, Pictures
 from hybridflow.environments.rendering import ContextFullError, Message
 from hybridflow.environments.tool_calls import ToolCall, schema_of
+from hybridflow.errors import PromptError
 from hybridflow.processes.fork_server import reason_of
 from hybridflow.settings import is_number
 
@@ -75,19 +80,40 @@ class UserCalls:
 
 
 def text_of(what: str, value: Any) -> str:
-    """An answer as text. Errors: EnvironmentCallError for one that is too large, and for images."""
-    if any(map(_is_image, value if isinstance(value, list | tuple) else [value])):
-        raise EnvironmentCallError(f"{what} answered with an image; conversations have text only, so return text")
+    """An answer as text. Errors: EnvironmentCallError for one that is too large."""
     text = value if isinstance(value, str) else str(value)
     if len(text) > LARGEST_TEXT:
         raise EnvironmentCallError(f"{what} answered with {len(text)} characters; at most {LARGEST_TEXT} are read")
     return text
 
 
+def content_of(what: str, value: Any, pictures: Pictures) -> str | list[dict[str, Any]]:
+    """An answer as the content of a message: text, or texts and images in their order. Errors: EnvironmentCallError
+    for one that is too large, and for images that cannot be read, or where the model reads text only."""
+    several = value if isinstance(value, list | tuple) else [value]
+    if not any(map(_is_image, several)):
+        return text_of(what, value)
+    if not pictures.most_pixels:
+        raise EnvironmentCallError(f"{what} answered with an image, and the model reads text only: return text")
+    try:
+        return [_part(what, number, one, pictures) for number, one in enumerate(several)]
+    except PromptError as error:
+        raise EnvironmentCallError(str(error)) from None
+
+
+def _part(what: str, number: int, one: Any, pictures: Pictures) -> dict[str, Any]:
+    if not _is_image(one):
+        return {"type": "text", "text": text_of(what, one.get("text") if isinstance(one, Mapping) else one)}
+    if is_image(one):
+        return {"type": "image"}
+    image = one.get("image") if isinstance(one, Mapping) else one
+    return {"type": "image", "image": pictures.encoded(f"{what}: part {number}", image)}
+
+
 def _is_image(value: Any) -> bool:
     """Whether it is an image of PIL, or a part of a message that is one."""
     part = value.get("type") if isinstance(value, Mapping) else None
-    return type(value).__module__.startswith("PIL.") or (isinstance(part, str) and part.startswith("image"))
+    return isinstance(value, Image.Image | EncodedImage) or (isinstance(part, str) and part.startswith("image"))
 
 
 def _reward(what: str, value: Any) -> float:
@@ -120,8 +146,7 @@ class _Tools:
             if not text:
                 try:
                     answer = await self.caller.call(f"tool {call.name}", self.functions[call.name], **call.arguments)
-                    answered = text_of(f"tool {call.name}", answer)
-                    return _answer(number, call, answered)
+                    return _answer(number, call, content_of(f"tool {call.name}", answer, self.session.images))
                 except EnvironmentCallError:
                     raise
                 except Exception as error:  # the tool's own
@@ -145,8 +170,8 @@ class _Tools:
         return ""
 
 
-def _answer(number: int, call: ToolCall, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": call.name, "content": text}
+def _answer(number: int, call: ToolCall, content: Any) -> Message:
+    return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": call.name, "content": content}
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
@@ -221,7 +246,7 @@ class EnvironmentLoop:
         one = await caller.call(name, self.make)
         try:
             begun = await caller.call(f"{name}.reset", one.reset, **_wanted(one.reset, row))
-            messages = _begin(f"{name}.reset", messages_of(row), begun)
+            messages = _begin(f"{name}.reset", messages_of(row), begun, session.images)
             total, schemas = 0.0, list[dict[str, Any]]()
 
             async def step(said: Answer, last: bool) -> tuple[Stop | None, list[Message]]:
@@ -235,7 +260,7 @@ class EnvironmentLoop:
                 total += _reward(f"{name}.step", reward)
                 if done or said.turn.end == "length":
                     return "done" if done else "length", []
-                return None, _observed(f"{name}.step", observation)
+                return None, _observed(f"{name}.step", observation, session.images)
 
             react, steps = step, hasattr(one, "step")
             if not steps:
@@ -297,28 +322,30 @@ def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, A
     return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
-def _begin(what: str, messages: list[Message], begun: Any) -> list[Message]:
+def _begin(what: str, messages: list[Message], begun: Any, pictures: Pictures) -> list[Message]:
     """The conversation after `reset`: its text joins the last question, or is one; its messages follow."""
     if begun is None or begun == "":
         if not messages:
             raise EnvironmentCallError(f"{what} returned nothing, and the row has no prompt to ask the model")
         return messages
-    seen = _observed(what, begun)
+    seen = _observed(what, begun, pictures)
     last = messages[-1] if messages else None
     if isinstance(begun, str) and last is not None and last["role"] == "user" and isinstance(last["content"], str):
         return [*messages[:-1], {**last, "content": last["content"] + "\n\n" + begun}]
     return [*messages, *seen]
 
 
-def _observed(what: str, found: Any) -> list[Message]:
-    if isinstance(found, str):
-        return [{"role": "user", "content": text_of(what, found)}]
+def _observed(what: str, found: Any, pictures: Pictures) -> list[Message]:
+    if isinstance(found, str) or any(map(_is_image, found if isinstance(found, list | tuple) else [found])):
+        return [{"role": "user", "content": content_of(what, found, pictures)}]
     good = isinstance(found, list) and found and all(isinstance(one, Mapping) and "role" in one for one in found)
     if not good:
         raise EnvironmentCallError(f"{what} returned {found!r:.200}; it must be text or a list of messages")
+    out = list[Message]()
     for message in found:
-        _ = text_of(what, message.get("content", ""))
-    return found
+        content = content_of(what, message.get("content", ""), pictures)
+        out.append({**message, "content": content} if isinstance(content, list) else message)
+    return out
 
 
 Act = Callable[[Mapping[str, Any], Conversation, UserCalls], Any]

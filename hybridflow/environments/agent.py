@@ -16,6 +16,7 @@ from itertools import count
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from hybridflow.config import Sampling
+from hybridflow.data.encoded_image import MOST_PIXELS
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.seeds import derived_seed
@@ -24,7 +25,9 @@ from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import GREEDY
+from hybridflow.environments.turn_images import TurnImages
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
+from hybridflow.models.hf_spec import image_tokens, read_spec
 from hybridflow.settings import Check, Fraction, Size, require, settings
 
 logger = logging.getLogger(__name__)
@@ -53,7 +56,8 @@ class Agent:
     an environment or `solve` (between two turns of the model) may take `timeout` seconds. A trajectory whose
     environment failed is masked ("mask"), begun anew up to two times and then masked ("retry"), or an error ("raise").
     Where more than the share `max_failed` of a replica's trajectories failed, or all of them, that is an error, too (of
-    at least eight, so that chance decides nothing).
+    at least eight, so that chance decides nothing). `processor` and `max_image_pixels` are those of a PromptLoader, for
+    images that agents show; by default the processor is the model's own.
     """
 
     tools: Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", _listed)] = ()
@@ -66,6 +70,8 @@ class Agent:
     on_failure: Literal["mask", "retry", "raise"] = "mask"
     max_failed: Fraction = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    processor: Any = None
+    max_image_pixels: Size = MOST_PIXELS
 
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> Self | None:
@@ -131,6 +137,10 @@ class Agent:
                 "tools= needs the column 'prompt' (a text or chat messages), because the prompt and the tools are "
                 "rendered together. This batch has none."
             )
+        if self.processor is not None:
+            images = self._images(checkpoint)
+            require(images is not None, f"processor= is for images, and {checkpoint} reads text only. Leave it out.")
+            _ = images and images.loaded
         if self.solve is None:
             _check_template(checkpoint, json.dumps(schemas), json.dumps(dict(self.chat_template_kwargs)))
 
@@ -140,16 +150,24 @@ class Agent:
     def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
         """Makes its processes, which start when they are needed."""
         stop_ids = end_token_ids(checkpoint)
-        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
-        return partial(Sessions, process, self.workers, self.concurrency)
+        images, options = self._images(checkpoint), dict(self.chat_template_kwargs)
+        pixels = 0 if images is None else images.most_pixels
+        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, options, pixels)
+        return partial(Sessions, process, self.workers, self.concurrency, images)
+
+    def _images(self, checkpoint: str) -> TurnImages | None:
+        if (tokens := image_tokens(checkpoint)) is None:
+            return None
+        context = read_spec(checkpoint, "lm").context
+        return TurnImages(tokens, checkpoint, context, self.processor, self.max_image_pixels)
 
     @property
     def described(self) -> tuple[Any, ...]:
         """Its settings in plain values, equal on all ranks of a replica."""
         given = [*self.tools, self.environment, self.solve]
         names = [getattr(one, "__qualname__", type(one).__qualname__) for one in given]
-        others = [one.name for one in fields(self) if one.name not in ("tools", "environment", "solve")]
-        return (*names, *(getattr(self, name) for name in others))
+        others = [one.name for one in fields(self) if one.name not in ("tools", "environment", "solve", "processor")]
+        return (*names, *(getattr(self, name) for name in others), repr(self.processor))
 
 
 AGENT_SETTINGS = tuple(Agent.__dataclass_fields__)
@@ -215,7 +233,7 @@ class AgentTurns:
         self.reached: Callable[[], bool] = lambda: False
 
     def start(self, begun: Sequence[Row], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Run the agent for each of `rows`, as `begun` names, seeds and samples it."""
+        """Run the agent for each of `rows`, as `begun` names, seeds and samples it, with its images."""
         for first, row in zip(begun, rows, strict=True):
             self._new.append(key := next(self._numbers))
             self._running[key] = _UnderWay(replace(first, sampling=replace(first.sampling, n=1)), row, self._attempts)
@@ -257,14 +275,16 @@ class AgentTurns:
             return None
         sessions = self._sessions = self._begin() if self._sessions is None else self._sessions
         for key in self._new:
-            sessions.start(key, self._running[key].row, self._running[key].begun.seed)
+            one = self._running[key]
+            sessions.start(key, one.row, one.begun.seed, one.begun.images)
         self._new.clear()
         asked = sessions.poll(seconds)
         for key, end in sessions.take().items():
             self._forget(key, one := self._running[key])
             if end.failure is not None and one.attempts:
                 one.attempts -= 1
-                sessions.start(key, one.row, derived_seed(one.begun.seed, (1 << 40) + one.attempts))
+                again = derived_seed(one.begun.seed, (1 << 40) + one.attempts)
+                sessions.start(key, one.row, again, one.begun.images)
             else:
                 del self._running[key]
                 self.ended[key] = Acted(one.begun, one.row, end)
@@ -277,7 +297,8 @@ class AgentTurns:
             except (HybridFlowError, TypeError) as error:
                 sessions.refuse(turn, str(error), full=False)
                 continue
-            row = Row(_row_id(turn.key), self._index(turn, one.past), turn.ids, sampling, turn.seed, kept=True)
+            own = {"kept": turn.images is None, "images": turn.images}  # what is kept knows no images
+            row = Row(_row_id(turn.key), self._index(turn, one.past), turn.ids, sampling, turn.seed, **own)
             self._asked[row.name] = turn
             out.append(row)
         return out if out or self._running else None

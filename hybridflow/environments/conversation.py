@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from hybridflow.data.encoded_image import EncodedImage
+from hybridflow.data.tokenizer import is_image
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, Message
 from hybridflow.environments.tool_calls import ToolCall, parsed
+from hybridflow.errors import PromptError
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,59 @@ class Answer:
 @dataclass
 class _Past:
     messages: list[Message]
-    ids: list[int]  # up to the model's last word
+    ids: list[int]  # up to the model's last word, with one for each image
     turn: list[int]
+    images: list[str]
 
 
-Sampler = Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Turn]]
-"""The model's next turn after these ids, with `max_tokens` or `stop` in place of the call's."""
+Sampler = Callable[[Sequence[int], Mapping[str, Any], Sequence[str]], Awaitable[Turn]]
+"""The model's next turn after these ids, with `max_tokens` or `stop` in place of the call's, and the names of their
+images."""
+
+
+@dataclass
+class Pictures:
+    """The images of conversations: `of_row` of the row, whose names are their numbers, and others of at most
+    `most_pixels` (0: the model reads text only), which `show` tells the host once."""
+
+    of_row: int = 0
+    most_pixels: int = 0
+    show: Callable[[bytes], object] = bytes
+    _shown: set[str] = field(default_factory=set)
+
+    def encoded(self, where: str, image: Any) -> EncodedImage:
+        """Errors: PromptError for one that cannot be read, and where the model reads text only."""
+        if not self.most_pixels:
+            raise PromptError(f"{where} is an image, and the model reads text only: give text.")
+        return image if isinstance(image, EncodedImage) else EncodedImage.of(where, image, self.most_pixels)
+
+    def taken(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+        """The messages with parts that only stand for images, and the names of these in order. Errors: PromptError,
+        also for a part that stands for none."""
+        out, names, places = list[Message](), list[str](), 0
+        for message in messages:
+            parts = []
+            for part in content if isinstance(content := message.get("content"), list) else ():
+                if isinstance(part, Mapping) and part.get("image") is not None:
+                    names.append(self._name(self.encoded(f"image {len(names)} of the conversation", part["image"])))
+                    part = {"type": "image"}
+                elif is_image(part):
+                    names.append(str(places))
+                    places += 1
+                parts.append(part)
+            out.append({**message, "content": parts} if parts else message)
+        if places > self.of_row:
+            raise PromptError(
+                f"the conversation has {places} parts {{'type': 'image'}} without an image, and its row {self.of_row} "
+                f"images: give one each."
+            )
+        return out, names
+
+    def _name(self, image: EncodedImage) -> str:
+        if (name := image.name) not in self._shown:
+            self.show(image)
+            self._shown.add(name)
+        return name
 
 
 @dataclass
@@ -52,6 +102,7 @@ class Conversation:
     _sample: Sampler
     _renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer]
     metrics: dict[str, float] = field(default_factory=dict)
+    images: Pictures = field(default_factory=Pictures)
     _past: list[_Past] = field(default_factory=list)
     _endpoint: Endpoint | None = None
     _clock: asyncio.Timeout | None = None
@@ -82,12 +133,12 @@ class Conversation:
         """The agent has `seconds` from one turn of the model to the next, by `clock`."""
         self._clock, self._seconds = clock, seconds
 
-    async def _turn(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
+    async def _turn(self, ids: Sequence[int], sampling: Mapping[str, Any], images: Sequence[str] = ()) -> Turn:
         self._open += 1
         if self._clock is not None:
             self._clock.reschedule(None)
         try:
-            return await self._sample(ids, sampling)
+            return await self._sample(ids, sampling, images)
         finally:
             self._open -= 1
             if self._clock is not None and not self._open and not self._clock.expired():
@@ -114,19 +165,22 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
     ) -> Answer:
         """As `chat`, with the turn's tokens and the calls that are damaged."""
-        renderer = self._renderer(tools)
-        ids = self._continued(renderer, messages) or renderer.prompt(messages)
-        turn = await self._turn(ids, sampling)
+        renderer, (messages, images) = self._renderer(tools), self.images.taken(messages)
+        ids = self._continued(renderer, messages, images) or renderer.prompt(messages)
+        turn = await self._turn(ids, sampling, images)
         message, calls = renderer.answer(turn.token_ids)
-        self._past.append(_Past([*messages, message], [*ids, *turn.token_ids], turn.token_ids))
+        self._past.append(_Past([*messages, message], [*ids, *turn.token_ids], turn.token_ids, images))
         return Answer(message, calls, turn, len(ids))
 
-    def _continued(self, renderer: ChatRenderer, messages: Sequence[Message]) -> list[int] | None:
-        """The ids of the longest past that `messages` continue, and theirs; None without one."""
+    def _continued(
+        self, renderer: ChatRenderer, messages: Sequence[Message], images: Sequence[str]
+    ) -> list[int] | None:
+        """The ids of the longest past that `messages` and their `images` continue, and theirs; None without one."""
         newest, said = enumerate(self._past), [*map(_said, messages)]
         for _, past in sorted(newest, key=lambda one: (len(one[1].messages), one[0]), reverse=True):
             size = len(past.messages)
-            if size < len(messages) and all(_said(one) == now for one, now in zip(past.messages, said)):
+            seen = images[: len(past.images)] == past.images
+            if seen and size < len(messages) and all(_said(one) == now for one, now in zip(past.messages, said)):
                 more = renderer.extension(past.messages, messages[size:], past.turn)
                 if more is not None:
                     return past.ids + more
@@ -137,7 +191,9 @@ def _said(message: Message) -> Any:
     """What a message says: clients leave out, rename and reformat what does not matter."""
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+        content = "".join(
+            "\0" if is_image(part) else part.get("text", "") for part in content if isinstance(part, Mapping)
+        )
     calls = [
         (call.get("function", {}).get("name"), parsed(call.get("function", {}).get("arguments")))
         for call in message.get("tool_calls") or []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.rewards.function_adapters import run_async
 
 _STARTING = 60.0
 
@@ -44,7 +45,7 @@ def mcp(server: str | Sequence[str], *, timeout: float = _STARTING) -> list[McpT
     """
     command = (server,) if isinstance(server, str) else tuple(server)
     try:
-        listed = asyncio.run(asyncio.wait_for(_listed(command), timeout))
+        listed = run_async(asyncio.wait_for(_listed(command), timeout))
     except ModuleNotFoundError as error:
         raise ConfigError(f"environments.mcp({server!r}): {error}. Install the package mcp.") from None
     except BaseException as error:  # those of the server's transport come in groups

@@ -1,10 +1,10 @@
 """The process that runs agents: an event loop, one task for each trajectory, and threads only while a call of the
 user's functions lasts. Forked from a template (`processes/fork_server.py`), it can be killed at any time.
 
-Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling],
-["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its own:
-("start", key, row), ("turn", key, number, token_ids, log_probs, end), ("full", key, number, why),
-("refused", key, number, why), ("cancel", key).
+Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling, names
+of images], ["image", key, file], ["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the
+host come pickles of its own: ("start", key, row, images), ("turn", key, number, token_ids, log_probs, end), ("full",
+key, number, why), ("refused", key, number, why), ("cancel", key).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import json
 import pickle
 import socket
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -20,7 +21,7 @@ from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.environments.acting import Act, Ending, UserCalls, failure_of
-from hybridflow.environments.conversation import Conversation, Turn
+from hybridflow.environments.conversation import Conversation, Pictures, Turn
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, ContextFullError
 from hybridflow.errors import PromptError
@@ -39,6 +40,7 @@ class SessionProcess:
     stop_ids: tuple[int, ...]
     seconds: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    most_pixels: int = 0  # of an image; 0: the model reads text only
 
     @property
     def main(self) -> Callable[[socket.socket], None]:
@@ -91,20 +93,26 @@ class _Running:
             else:
                 asked.set_exception((ContextFullError if what == "full" else PromptError)(rest[1]))
 
-    async def _run(self, key: int, row: Mapping[str, Any]) -> None:
+    async def _run(self, key: int, row: Mapping[str, Any], images: int) -> None:
         """One trajectory, to its end."""
 
-        async def sample(ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
+        async def sample(ids: Sequence[int], sampling: Mapping[str, Any], shown: Sequence[str]) -> Turn:
             self._asked += 1
             name = key, self._asked
             self._turns[name] = asked = asyncio.get_running_loop().create_future()
-            self._say("turn", *name, list(ids), dict(sampling))
+            self._say("turn", *name, list(ids), dict(sampling), list(shown))
             try:
                 return await asked
             finally:
                 self._turns.pop(name, None)
 
-        session = Conversation(sample, lambda tools: self._renderers(json.dumps(list(tools))), _endpoint=self._endpoint)
+        def show(file: bytes) -> None:
+            self._say("image", key, b64encode(file).decode())
+
+        seen = Pictures(images, self._given.most_pixels, show)
+        session = Conversation(
+            sample, lambda tools: self._renderers(json.dumps(list(tools))), images=seen, _endpoint=self._endpoint
+        )
         stuck = self._caller.stuck
         try:
             ending: Ending = await self._given.act(row, session, self._caller)

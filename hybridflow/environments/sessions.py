@@ -13,17 +13,24 @@ import json
 import math
 import pickle
 import time
+from base64 import b64decode
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import STOPS, Ending
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.trajectory import Trajectory
+from hybridflow.errors import PromptError
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
 from hybridflow.rewards.process_pool import pickled
+
+if TYPE_CHECKING:  # they import torch
+    from hybridflow.engines.row_images import RowImages
+    from hybridflow.environments.turn_images import TurnImages
 
 _TOGETHER = (1 << 30, 32, 4, 1)
 """The most trajectories in one process, by the number of processes that died with them."""
@@ -43,6 +50,12 @@ class Asked:
     ids: list[int]
     seed: int
     sampling: dict[str, Any]
+    images: RowImages | None = None  # whose tokens are among the ids
+
+    def repeated(self, other: Asked) -> bool:
+        """Whether `other` asks for the same, perhaps as another turn."""
+        own, its = (None if one.images is None else one.images.names for one in (self, other))
+        return self.ids == other.ids and self.sampling == other.sampling and own == its
 
 
 @dataclass(frozen=True)
@@ -56,8 +69,7 @@ class EndedTrajectory:
 
 @dataclass
 class _Said:
-    ids: list[int]
-    sampling: dict[str, Any]
+    asked: Asked
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
@@ -72,11 +84,19 @@ class _Session:
     key: int
     row: Mapping[str, Any]
     seed: int
+    pictures: int  # of its row
+    images: dict[str, RowImages | bytes]  # each by the name that its process gave it; files that no turn had yet
     said: list[_Said] = field(default_factory=list)
     turns: int = 0  # asked for in this life
     deaths: int = 0
     asked: dict[int, Asked] = field(default_factory=dict)
     process: _Process | None = None  # None while it waits for one
+
+    def image(self, name: str, images: TurnImages) -> RowImages:
+        """Errors: PromptError."""
+        if isinstance(found := self.images[name], bytes):
+            found = self.images[name] = images.read(found)
+        return found
 
 
 @dataclass(eq=False)
@@ -88,13 +108,16 @@ class _Process:
 
 
 class Sessions:
-    """At most `concurrency` trajectories at once, in `workers` processes that run `process`.
+    """At most `concurrency` trajectories at once, in `workers` processes that run `process`. `images`: how the model
+    reads them.
 
     Errors: RewardError when it cannot be loaded in a process.
     """
 
-    def __init__(self, process: SessionProcess, workers: int, concurrency: int) -> None:
-        self._given, self._workers, self._most = process, workers, concurrency
+    def __init__(
+        self, process: SessionProcess, workers: int, concurrency: int, images: TurnImages | None = None
+    ) -> None:
+        self._given, self._workers, self._most, self._images = process, workers, concurrency, images
         self._template: Supervisor | None = None
         self._processes: list[_Process] = []
         self._waiting: deque[_Session] = deque()
@@ -107,9 +130,10 @@ class Sessions:
         """Trajectories that have not ended."""
         return len(self._sessions)
 
-    def start(self, key: int, row: Mapping[str, Any], seed: int) -> None:
-        """Run the agent for `row`. `key` names the trajectory, `seed` decides its draws."""
-        self._sessions[key] = session = _Session(key, row, seed)
+    def start(self, key: int, row: Mapping[str, Any], seed: int, images: RowImages | None = None) -> None:
+        """Run the agent for `row`, whose prompt has `images`. `key` names the trajectory, `seed` decides its draws."""
+        own = {str(number): one for number, one in enumerate(() if images is None else images.each)}
+        self._sessions[key] = session = _Session(key, row, seed, len(own), {**own})
         self._waiting.append(session)
 
     def take(self) -> dict[int, EndedTrajectory]:
@@ -144,7 +168,7 @@ class Sessions:
             return
         waits = self._asking(asked)
         given = token_ids, log_probs, versions, end, temperature, routed_experts
-        session.said.append(_Said(asked.ids, asked.sampling, *given, used=waits))
+        session.said.append(_Said(asked, *given, used=waits))
         if waits:
             del session.asked[asked.number]
             self._tell(session, "turn", asked.number, token_ids, log_probs, end)
@@ -192,7 +216,7 @@ class Sessions:
             for said in session.said:
                 said.used = False
             session.process.sessions[session.key] = session
-            self._tell(session, "start", session.row)
+            self._tell(session, "start", session.row, session.pictures)
 
     def _process_for(self, level: int) -> _Process | None:
         open_ = [
@@ -241,10 +265,13 @@ class Sessions:
         what = message[0]
         if what == "stuck":
             process.retiring = True
-        if what not in ("turn", "end", "failed") or (session := process.sessions.get(message[1])) is None:
+        if what not in ("turn", "image", "end", "failed") or (session := process.sessions.get(message[1])) is None:
             return
         if what == "turn":
             self._asked(session, *message[2:], out=out)
+            return
+        if what == "image":
+            _ = session.images.setdefault((file := EncodedImage(b64decode(message[2]))).name, file)
             return
         ending = Ending(**message[2]) if what == "end" else Ending("failure")
         figures = [*ending.metrics.values(), 0.0 if ending.reward is None else ending.reward]
@@ -254,17 +281,27 @@ class Sessions:
         del process.sessions[session.key]
         self._end(session, ending, failure)
 
-    def _asked(self, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], *, out: Any) -> None:
+    def _asked(
+        self, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], shown: list[str], *, out: Any
+    ) -> None:
         if not ids or not all(type(one) is int for one in ids):
             raise ValueError(ids)
+        images: RowImages | None = None
+        if self._images is not None:
+            try:
+                ids, images = self._images.expanded(ids, [session.image(name, self._images) for name in shown])
+            except PromptError as error:
+                self._tell(session, "refused", number, str(error))
+                return
         turn, session.turns = session.turns, session.turns + 1
+        seed = session.seed if turn == 0 else derived_seed(session.seed, turn)
+        asked = Asked(session.key, number, ids, seed, sampling, images)
         for said in session.said:
-            if not said.used and said.ids == ids and said.sampling == sampling:
+            if not said.used and said.asked.repeated(asked):
                 said.used = True
                 self._tell(session, "turn", number, said.token_ids, said.log_probs, said.end)
                 return
-        seed = session.seed if turn == 0 else derived_seed(session.seed, turn)
-        session.asked[number] = asked = Asked(session.key, number, ids, seed, sampling)
+        session.asked[number] = asked
         out.append(asked)
 
     def _end(self, session: _Session, ending: Ending, failure: str | None) -> None:
@@ -272,8 +309,8 @@ class Sessions:
         trajectory = Trajectory()
         for said in session.said:
             if said.used:
-                turn = said.ids, said.token_ids, said.log_probs, said.versions, said.end == "stop"
-                trajectory.add(*turn, said.temperature, said.routed_experts)
+                turn = said.asked.ids, said.token_ids, said.log_probs, said.versions, said.end == "stop"
+                trajectory.add(*turn, said.temperature, said.routed_experts, said.asked.images)
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _end_process(self, process: _Process) -> None:

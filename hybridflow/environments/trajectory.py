@@ -34,14 +34,16 @@ class TrajectoryRow:
     turn_ids: list[int] = field(default_factory=list)
     finished: bool = False  # the model ended its last turn, rather than its length
     routed_experts: Any = None  # of all tokens but the last, as they were computed for the last turn
+    images: Any = None  # RowImages: those whose tokens are among its tokens
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
-    def begins(self, ids: Sequence[int]) -> bool:
-        """Whether `ids` are this row's tokens and something after them."""
-        return list(ids[: self.length]) == self.prompt_ids + self.token_ids
+    def begins(self, ids: Sequence[int], images: Any = None) -> bool:
+        """Whether `ids` are this row's tokens and something after them, and `images` its images and others."""
+        own, given = (() if one is None else tuple(one.names) for one in (self.images, images))
+        return list(ids[: self.length]) == self.prompt_ids + self.token_ids and given[: len(own)] == own
 
     def _add(
         self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], mask: bool, turn: int
@@ -69,19 +71,20 @@ class Trajectory:
         finished: bool = True,
         temperature: float = 1.0,
         routed_experts: Any = None,
+        images: Any = None,
     ) -> None:
         """One turn: the ids that the model was given, all of them, and what it sampled, at which temperature; the
-        experts of these tokens."""
-        row = self._row(prompt_ids, temperature)
-        row.finished = finished
+        experts of these tokens, and the images (RowImages) whose tokens are among the ids."""
+        row = self._row(prompt_ids, temperature, images)
+        row.finished, row.images = finished, images
         if routed_experts is not None:  # a turn that ended before its engine computed it has none
             row.routed_experts = routed_experts
         row._add(token_ids, log_probs, versions, True, self.turns)
         self.turns += 1
 
-    def _row(self, ids: Sequence[int], temperature: float) -> TrajectoryRow:
+    def _row(self, ids: Sequence[int], temperature: float, images: Any) -> TrajectoryRow:
         """The longest row that `ids` continue, with the environment's ids, or a new one."""
-        fitting = (row for row in self.rows if row.temperature == temperature and row.begins(ids))
+        fitting = (row for row in self.rows if row.temperature == temperature and row.begins(ids, images))
         row = max(fitting, key=lambda row: row.length, default=None)
         if row is None:
             row = TrajectoryRow(list(ids), temperature)

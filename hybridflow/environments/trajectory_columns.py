@@ -30,7 +30,9 @@ def trajectory_rows(acted: Sequence[Acted], silent: Sequence[int]) -> list[list[
     for first, given, end in acted:
         prompt = given.get("prompt_ids", silent)
         usual = first.sampling.policy_temperature
-        empty = TrajectoryRow(list(prompt), usual, list(prompt[-1:]), [False], [0.0], [-1], [NO_TURN])
+        unsaid = prompt[-1:] if first.images is None else silent
+        own = first.images if "prompt_ids" in given else None
+        empty = TrajectoryRow(list(prompt), usual, list(unsaid), [False], [0.0], [-1], [NO_TURN], images=own)
         parts = end.trajectory.rows or [empty]
         rows = [
             Row(first.row_id, first.index, one.prompt_ids, sampling, 0, one.token_ids, one.log_probs)
@@ -38,7 +40,7 @@ def trajectory_rows(acted: Sequence[Acted], silent: Sequence[int]) -> list[list[
             for sampling in [replace(first.sampling, greedy=False, temperature=one.temperature or usual)]
         ]
         for row, one in zip(rows, parts, strict=True):
-            row.policy_version, row.routed_experts = one.policy_version, one.routed_experts
+            row.policy_version, row.routed_experts, row.images = one.policy_version, one.routed_experts, one.images
             row.end = "stop" if one.finished and end.ending.stop not in _TRUNCATED else "length"
         out.append(list(zip(rows, parts, strict=True)))
     return out

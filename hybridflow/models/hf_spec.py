@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -331,6 +332,11 @@ def read_spec(directory: str | Path, head: Head) -> Decoder:
     transformers does not know.
     """
     return spec_of_config(read_config(directory), head)
+
+
+def image_tokens(model: str | os.PathLike[str]) -> ImageTokens | None:
+    """How the model of this directory reads images; None for others, and where it is not here, as in a trace."""
+    return read_spec(Path(model), "lm").images if (Path(model) / "config.json").is_file() else None
 
 
 def spec_of_config(config: Mapping[str, Any], head: Head) -> Decoder:

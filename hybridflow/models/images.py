@@ -9,7 +9,7 @@ Shapes: S tokens of a row, k images, n patches of all of them, P numbers of a pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,11 @@ class ImageTokens:
     def counts(self, grids: Tensor) -> Tensor:
         """[k] int64: the tokens of images `grids` [k, 3]."""
         return grids.prod(-1) // self.merge**2
+
+    def expanded(self, ids: Sequence[int], grids: Tensor) -> list[int]:
+        """Token ids with as many tokens for each image of `grids` [k, 3] as it has, in place of one."""
+        counts = iter(self.counts(grids).tolist())
+        return [one for id in ids for one in ([id] * next(counts) if id == self.token else [id])]
 
     def positions(self, ids: Tensor, grids: Tensor) -> Tensor:
         """[3, S] int64: the places of tokens `ids` [S] in time, height and width, by which rotary embeddings turn them.

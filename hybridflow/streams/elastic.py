@@ -23,8 +23,9 @@ from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.driver import sync_weights
 from hybridflow.environments.agent import Agent
-from hybridflow.errors import HybridFlowError, PlacementError
-from hybridflow.planner.admission import StreamOptions
+from hybridflow.errors import HybridFlowError, PlacementError, PromptError
+from hybridflow.models.images import PIXELS
+from hybridflow.planner.admission import Replica, StreamOptions
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.simulation import ElasticRun, measured_split
 from hybridflow.planner.elastic.state import (
@@ -204,6 +205,11 @@ class ElasticStream(ResponseStream):
         self._reports.begin(self._unsubmitted())
         self._look("start")
         self._reports.begin(self._unsubmitted())
+
+    def _place(self, places: Mapping[int, Replica], rows: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        if places and PIXELS in self._prompts.rows(sorted(places)[:1]):
+            raise PromptError(f"prompts have images ({PIXELS}), and rows of hf.Elastic move: use hf.stream for them.")
+        super()._place(places, rows)
 
     def _advance(self) -> None:
         if not self._now.actor.instances and not self._admission.under_way:

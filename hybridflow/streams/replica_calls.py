@@ -16,6 +16,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import Until
 from hybridflow.environments.agent import Agent
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError
+from hybridflow.models.images import GRIDS, PIXELS
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.state import RunningGroup
 
@@ -90,6 +91,7 @@ class ReplicaCalls:
         batch, rows = None, self.rows
         if prompts is not None:
             wanted = [name for name in ("prompt_ids", "prompt") if name in prompts][:1]
+            wanted += [name for name in (PIXELS, GRIDS) if name in prompts]
             chosen = prompts.select(*wanted, "row_id") if Agent.of(self.settings) is None else prompts
             batch = BatchRef.from_batch(chosen)
         self.new, self.rows = [], []
@@ -110,7 +112,7 @@ class ReplicaCalls:
             self.busy, self.decoding = self.busy + seconds, self.decoding + seconds
             if not rows.rows:
                 continue
-            copy = rows.get() if self._copies_rows else None
+            copy = rows.get() if self._copies_rows and PIXELS not in rows else None  # the driver keeps no images
             acted = "trajectory_id" in rows
             numbers = rows.get((*PER_ROW, "trajectory_id") if acted else PER_ROW) if copy is None else copy
             values = list(zip(*(numbers[name].tolist() for name in PER_ROW), strict=True))
@@ -173,6 +175,7 @@ def with_prompts(rows: BatchRef, prompts: Batch, picked: Sequence[Finished], n: 
         return BatchRef.from_batch(prompts).repeat(n) | rows.without(*SESSION)
     of_row = [at // n for at, one in enumerate(picked) for _ in range(one.count)]
     own = rows.without(*(name for name in SESSION if name != "row_id"))
+    prompts = prompts.without(*(name for name in (PIXELS, GRIDS) if name in prompts))  # rows have theirs
     return BatchRef.from_batch(prompts[of_row], number=False) | own
 
 

@@ -33,7 +33,7 @@ from hybridflow.environments.trajectory_columns import (
     trajectory_rows,
 )
 from hybridflow.errors import ConfigError, DivergenceError, PromptError
-from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.hf_spec import image_tokens, read_spec
 from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
@@ -81,8 +81,7 @@ def _check(settings: Settings, call: Settings) -> None:
         check_response(read_spec(settings["model"], "lm"), strategy, most)
     batch = call["batch"]
     if isinstance(batch, BatchRef) and not {PIXELS, GRIDS}.isdisjoint(batch.columns):
-        acts = call["agent"] is not None or "until" in call
-        check_columns(batch.rows, read_spec(settings["model"], "lm"), acts)
+        check_columns(batch.rows, read_spec(settings["model"], "lm"))
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):
         raise PromptError(
@@ -102,6 +101,8 @@ def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
         written = (*written, "routed_experts")
     if agent is None:
         return written
+    if image_tokens(settings["model"]) is not None:
+        written = (*written, PIXELS, GRIDS)
     return (*written, *AGENT_COLUMNS, *(REWARD_COLUMNS if agent.rewards else ()))
 
 
@@ -158,7 +159,8 @@ class Generation:
     def trajectories(self, batch: Batch, agent: Agent, sampling: Sampling) -> Batch | None:
         """`n` trajectories per row of `batch`, see `RowSession.run`; None on ranks whose output is not collected."""
         row_ids = _row_ids(batch) or list(range(batch.rows))
-        begun = self.engine.new_rows([[]] * batch.rows, sampling, _seeds(sampling, row_ids), row_ids)
+        seeds, (images, batch) = _seeds(sampling, row_ids), RowImages.taken(batch)
+        begun = self.engine.new_rows([[]] * batch.rows, sampling, seeds, row_ids, images)
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
@@ -183,6 +185,8 @@ class Generation:
         columns = trajectory_columns(acted, several, n, agent.rewards)
         found = self._columns([row for rows in several for row, _ in rows])
         finite, mask = (token_column(one, "response_mask") for one in (found, columns))
+        if (tokens := image_tokens(self._checkpoint)) is not None:
+            found |= RowImages.columns([row.images for rows in several for row, _ in rows], tokens.patch)
         return columns | found | {"response_mask": mask.with_values(mask.values & finite.values)}, several
 
     def close(self) -> None:
@@ -205,7 +209,8 @@ class Generation:
         given = [Row(**row) for row in rows]
         if batch is not None:
             row_ids, prompts = _row_ids(batch), [[]] * batch.rows if agent else self._prompt_ids(batch)
-            given += engine.new_rows(prompts, sampling, _seeds(sampling, row_ids), row_ids)
+            images, batch = RowImages.taken(batch)
+            given += engine.new_rows(prompts, sampling, _seeds(sampling, row_ids), row_ids, images)
         self._acting.check(agent)
         if agent is None:
             engine.submit(given)
@@ -241,7 +246,8 @@ class Generation:
     def withdraw(self, row_ids: Sequence[int] | None, keep: bool) -> list[dict[str, Any]]:
         """See `RowSession.withdraw_rows`."""
         found = [row for row in self.session_rows if row_ids is None or row.row_id in row_ids]
-        rows = [asdict(row) for row in (found if keep else self.engine.withdraw([row.name for row in found]))]
+        gone = found if keep else self.engine.withdraw([row.name for row in found])
+        rows = [{"row_id": row.row_id, "index": row.index} if row.images else asdict(row) for row in gone]
         return rows + self._acting.withdraw(row_ids, keep)
 
     @property
@@ -403,7 +409,7 @@ class RowSession:
     @register(
         THREE_D_ALL_MICRO_DP,
         binds=_bound,
-        reads=lambda settings, call: ("prompt_ids|prompt", "row_id") if call["agent"] is None else None,
+        reads=lambda settings, call: ("prompt_ids|prompt", "row_id", *IMAGES) if call["agent"] is None else None,
         writes=lambda settings, call: tuple(dict.fromkeys((*_written(settings, call["agent"]), *SESSION_ROWS))),
         resizes=True,
         later=True,
@@ -479,9 +485,9 @@ class RowSession:
         """The unfinished rows (of the prompts `row_ids`) of a generation replica as plain data. None: a list of them
         for each replica.
 
-        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host. Of a trajectory
-        there are `row_id` and `index` only: it begins anew. Without `row_ids`, trajectories that ended and were not
-        returned are forgotten, too.
+        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host. Of trajectories
+        and of rows with images there are `row_id` and `index` only: they begin anew. Without `row_ids`, trajectories
+        that ended and were not returned are forgotten, too.
         """
         del replica  # used by the driver only
         found = self.rollout.withdraw(row_ids, keep)

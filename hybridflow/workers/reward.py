@@ -17,7 +17,7 @@ from hybridflow.algorithms.masked import response_mask, row_column, token_column
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
-from hybridflow.data.image_processor import EncodedImage
+from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import PARAMETERS

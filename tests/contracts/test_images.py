@@ -132,7 +132,7 @@ def _checked(rows: Batch, spec: Any) -> None:
 def test_rows_whose_images_do_not_fit_are_refused(tmp_path):
     spec, rows = read_spec(make_vision(tmp_path / "model", "qwen3_vl"), "lm"), make_rows("qwen3_vl")
     _checked(rows, spec)
-    with pytest.raises(BatchError, match=r"row 1.*has 6 tokens of images in its prompt, image_grid_thw of 0"):
+    with pytest.raises(BatchError, match=r"row 1.*has 6 tokens of images, image_grid_thw of 0"):
         _checked(rows.select(["prompt_ids", "response_ids", "response_mask"]), spec)
     other = make_rows("qwen2_5_vl")
     with pytest.raises(BatchError, match="reads pixel_values of 1536 numbers per patch"):
@@ -146,3 +146,7 @@ def test_rows_whose_images_do_not_fit_are_refused(tmp_path):
     drawn[5] = IMAGE
     with pytest.raises(BatchError, match=r"row 1.*has a token of an image in its response"):
         _checked(rows.with_columns(response_ids=responses.with_values(drawn)), spec)
+    masked = rows.with_columns(response_ids=responses.with_values(drawn))
+    masked = masked.with_columns(response_mask=responses.with_values(drawn != IMAGE))
+    with pytest.raises(BatchError, match=r"row 1 .*has 7 tokens of images, image_grid_thw of 24 patches"):
+        _checked(masked, spec)  # an observation, whose image is lacking

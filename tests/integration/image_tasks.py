@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from hybridflow.algorithms.masked import token_column
-from hybridflow.config import VLLM, Sampling
+from hybridflow.config import KV, VLLM, Sampling, Until
 from hybridflow.engines.row_images import RowImages
 from hybridflow.errors import PromptError
-from hybridflow.models.images import GRIDS, PIXELS
 from tests.contracts.rank_processes import World
 from tests.integration.expert_tasks import build, write
 from tests.vision_models import make_rows
@@ -20,17 +19,15 @@ from tests.vision_models import make_rows
 GREEDY = Sampling(max_tokens=8, greedy=True, ignore_eos=True, n=2)
 
 
+def _prompts(kind: str) -> tuple[list[list[int]], list[RowImages | None] | None]:
+    rows = make_rows(kind, response=False)
+    return token_column(rows, "prompt_ids").tolist(), RowImages.of(rows)
+
+
 def generated(world: World, name: str, models: Sequence[Path], kind: str, tp: int) -> list[Any]:
     """Greedy tokens and log-probabilities with the weights of each model."""
     engine = build(world, name, models[0], VLLM(tp=tp, kv_cache_gb=0.02, max_sequences=16, dtype="float32"))
-    rows = make_rows(kind, response=False)
-    prompts = token_column(rows, "prompt_ids").tolist()
-    columns = (token_column(rows, column).rows() for column in (PIXELS, GRIDS))
-    names = [[f"{row}.{image}" for image in range(3)] for row in range(len(prompts))]
-    images = [
-        RowImages(patches, grids, own[: len(grids)]) if len(grids) else None
-        for patches, grids, own in zip(*columns, names, strict=True)
-    ]
+    prompts, images = _prompts(kind)
     found: list[Any] = []
     for directory in models:
         write(engine, world.rank, directory)
@@ -56,3 +53,18 @@ def profiled(world: World, name: str, model: Path, max_length: int) -> tuple[boo
     with torch.inference_mode():
         runner.profile_run()
     return skipped, seen, runner.mm_budget.get_encoder_budget()
+
+
+def updated(world: World, name: str, models: Sequence[Path], kind: str, kv: KV) -> list[Any]:
+    """Token ids, log-probabilities and versions of rows that get the second model's weights after four steps, and of
+    rows that begin then."""
+    engine = build(world, name, models[0], VLLM(kv_cache_gb=0.02, max_sequences=16, dtype="float32", kv=kv))
+    prompts, images = _prompts(kind)
+    write(engine, world.rank, models[0])
+    engine.submit(engine.new_rows(prompts, GREEDY, images=images))
+    engine.advance(Until(steps=4))
+    write(engine, world.rank, models[1])
+    engine.submit(engine.new_rows(prompts, GREEDY, row_ids=range(10, 10 + len(prompts)), images=images))
+    engine.advance()
+    rows = sorted(engine.take(), key=lambda row: (row.row_id, row.index))
+    return [(row.token_ids, row.log_probs, row.policy_version) for row in rows]

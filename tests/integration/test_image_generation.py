@@ -55,3 +55,27 @@ def test_the_profile_of_memory_encodes_the_images_of_a_step(tmp_path, kind):
     assert skipped
     assert budget == 8192
     assert 4 * budget * 0.95 < sum(encoded) < 4 * budget * 1.05
+
+
+@pytest.mark.parametrize(("kind", "kv"), list(zip(KINDS, ("recompute", "keep"), strict=True)))
+def test_rows_continue_with_new_weights(tmp_path, kind, kv):
+    """Tokens are those of their version's weights: where the KV cache is computed again, so are images; where it is
+    kept, rows that begin later have images of the new weights."""
+    models = [make_vision(tmp_path / f"{seed}", kind, seed=seed) for seed in (0, 1)]
+    processes = RankProcesses(1)
+    try:
+        (drawn,) = processes.run(1, tasks.updated, "updated", models, kind, kv)
+    finally:
+        processes.close()
+    rows = make_rows(kind, response=False)[torch.arange(5).repeat_interleave(2).repeat(2)]
+    rows = rows.with_columns(response_ids=Ragged.from_rows([ids for ids, _, _ in drawn], torch.int64))
+    found, versions = (torch.tensor([one[at] for one in drawn]) for at in (1, 2))
+    later = torch.arange(20)[:, None] >= 10
+    assert versions.tolist() == [[0] * 4 + [1] * 4] * 10 + [[1] * 8] * 10
+    for version, path in enumerate(models):
+        model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            want = outputs(model, rows)["log_probs"].values.view(20, 8)
+        own = (versions == version) & (later | torch.tensor(kv == "recompute" or not version))
+        assert own.any()
+        assert torch.allclose(found[own], want[own], atol=1e-3)

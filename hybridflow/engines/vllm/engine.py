@@ -161,9 +161,7 @@ class VLLMEngine:
         self._check_memory()
         first, self._generated = -1 - self._generated, self._generated + len(prompts)
         row_ids = range(first, first - len(prompts), -1)  # rows of a session have ids of at least 0
-        rows = self.new_rows(prompts, sampling, seeds, row_ids)
-        for row in rows if images is not None else ():
-            row.images = images[first - row.row_id]  # type: ignore[index]
+        rows = self.new_rows(prompts, sampling, seeds, row_ids, images)
         self._check_rows(rows, range(len(prompts)) if names is None else names)
         own = {row.name for row in rows}
         try:
@@ -181,8 +179,10 @@ class VLLMEngine:
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         row_ids: Sequence[int] | None = None,
+        images: Sequence[RowImages | None] | None = None,
     ) -> list[Row]:
-        """`sampling.n` rows without tokens per prompt; `row_ids` default to positions, `seeds` as in `generate`."""
+        """`sampling.n` rows without tokens per prompt; `row_ids` default to positions, `seeds` and `images` as in
+        `generate`."""
         seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
         row_ids = range(len(prompts)) if row_ids is None else row_ids
         for what, given in (("seeds", seeds), ("row_ids", row_ids)):
@@ -190,9 +190,10 @@ class VLLMEngine:
                 raise ConfigError(f"generate got {len(given)} {what} for {len(prompts)} prompts. Give one per prompt.")
         self._calls += 1
         rows = []
-        for row_id, prompt, seed in zip(row_ids, prompts, seeds, strict=True):
-            ids = list(prompt)
-            rows += [Row(row_id, index, ids, sampling, derived_seed(seed, index)) for index in range(sampling.n)]
+        seen = [None] * len(prompts) if images is None else images
+        for row_id, prompt, seed, own in zip(row_ids, prompts, seeds, seen, strict=True):
+            ids, drawn = list(prompt), [derived_seed(seed, index) for index in range(sampling.n)]
+            rows += [Row(row_id, index, ids, sampling, one, images=own) for index, one in enumerate(drawn)]
         return rows
 
     def submit(self, rows: Sequence[Row]) -> None:

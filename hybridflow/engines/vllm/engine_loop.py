@@ -179,15 +179,16 @@ class EngineLoop:
         return sorted(found - {manager.block_pool.null_block.block_id})
 
     def rest(self, gone: Iterable[str]) -> None:
-        """Free the KV cache, of these rows too; the other admitted rows keep theirs, which no row will share. Encoded
-        images go with the last row."""
+        """Free the KV cache, of these rows too; the other admitted rows keep theirs, which no row will share. Images
+        that are read from now on are encoded anew."""
         self._release(list(gone))
         self._held.release()
         self._changes += 1
         for name in self._admitted:
             self._scheduler.requests[name].skip_reading_prefix_cache = True
+        self._scheduler.reset_encoder_cache()
+        self._core.model_executor.reset_encoder_cache()
         if not self._admitted:
-            self._core.reset_encoder_cache()
             done = self._core.reset_prefix_cache()
             assert done, "blocks of the KV cache belong to no row"
 

@@ -51,7 +51,7 @@ class HeldCaches:
         """Tokens of the row's prompt that its name's cache has, which is used with this; otherwise it is freed: 0."""
         if (ids := self._ids.get(row.name)) is None:
             return 0
-        if row.token_ids or row.prompt_ids[: len(ids)] != ids:
+        if row.token_ids or row.images or row.prompt_ids[: len(ids)] != ids:
             self.release([row.name])
             return 0
         del self._ids[row.name]

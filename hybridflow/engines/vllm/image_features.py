@@ -41,8 +41,10 @@ def features(ids: list[int], images: RowImages, tokens: ImageTokens, salt: str |
     """Of a prompt `ids` whose tokens of images are as many as `images` have. Those of another `salt` share no cache."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-    items, found, at = _items(images.patches, images.grids, tokens), [], 0
-    for item, name, count in zip(items, images.names, tokens.counts(images.grids).tolist(), strict=True):
+    found, at = [], 0
+    parts = zip(images.patches, images.grids, images.names, tokens.counts(images.grids).tolist(), strict=True)
+    for patches, grid, name, count in parts:
+        (item,) = _items(patches, grid[None], tokens)
         name, at = f"{name}{salt or ''}", ids.index(tokens.token, at)
         place = PlaceholderRange(offset=at, length=count)
         found.append(MultiModalFeatureSpec(item, "image", identifier=name, mm_position=place, mm_hash=name))

@@ -19,7 +19,8 @@ from transformers import AutoImageProcessor, AutoTokenizer
 import hybridflow as hf
 from hybridflow.algorithms.masked import token_column
 from hybridflow.cluster.batch_records import BatchRecord
-from hybridflow.data.image_processor import EncodedImage, ImageProcessor, load_image_processor
+from hybridflow.data.encoded_image import EncodedImage
+from hybridflow.data.image_processor import ImageProcessor, load_image_processor
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, PromptError

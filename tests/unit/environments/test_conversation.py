@@ -29,7 +29,7 @@ def test_the_rows_of_random_conversations(template: str, steps: list[tuple[str, 
     raw, chance, trajectory = tokenizer.raw, random.Random(seed), Trajectory()
     prompts, sampled, heard = [], [], []
 
-    async def sample(ids, _):
+    async def sample(ids, *_):
         text, closed, _ = steps[len(sampled)]
         text = CALLS[template] if text == "call" and tools else text
         turn = raw.encode(text, add_special_tokens=False)

@@ -1,5 +1,6 @@
 """Environments of real packages, to their ends, in the processes that run agents."""
 
+import asyncio
 import os
 import re
 import socket
@@ -183,9 +184,13 @@ def test_an_mcp_server(checkpoint, tmp_path):
     assert any("no thirteens" in heard for heard in last)
 
 
-def test_an_mcp_server_that_is_not_there():
-    with pytest.raises(ConfigError, match="cannot be asked for its tools: FileNotFoundError"):
+@pytest.mark.parametrize("within", [False, True], ids=["alone", "in a running loop"])
+def test_an_mcp_server_that_is_not_there(within):
+    async def asked():
         environments.mcp(["/no/server"])
+
+    with pytest.raises(ConfigError, match="cannot be asked for its tools: FileNotFoundError"):
+        asyncio.run(asked()) if within else environments.mcp(["/no/server"])
 
 
 @pytest.mark.skipif(not OPENENV, reason="OPENENV_PYTHON names no interpreter that has openenv-core")

@@ -99,7 +99,7 @@ def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
     assert died.failure == "its process exited with code 3, with nothing else in it"
     assert hung.failure == "tool misbehave took longer than 5 s"
     assert large.failure == "tool misbehave answered with 10000000 characters; at most 262144 are read"
-    assert picture.failure == "tool misbehave answered with an image; conversations have text only, so return text"
+    assert picture.failure == "tool misbehave answered with an image, and the model reads text only: return text"
     assert cancelled.failure is not None
     assert "CancelledError" in cancelled.failure
     assert [one.failure for one in fine] == [None, None]
@@ -192,7 +192,7 @@ def test_an_environment_that_returns_nothing_or_a_wrong_type_is_named(checkpoint
     ]
     *found, seen, last = run(EnvironmentLoop(Wrong, 4), checkpoint, rows, lambda *_: "x")
     assert [one.failure for one in found] == list(wrong.values())
-    assert seen.failure == "Wrong.reset answered with an image; conversations have text only, so return text"
+    assert seen.failure == "Wrong.reset answered with an image, and the model reads text only: return text"
     assert last.failure == "Wrong.reset answered with 1000000 characters; at most 262144 are read"
 
 

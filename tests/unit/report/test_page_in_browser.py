@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.data.image_processor import EncodedImage, thumbnail
+from hybridflow.data.encoded_image import EncodedImage
+from hybridflow.data.image_processor import thumbnail
 from hybridflow.tracking.report import page as pages
 from hybridflow.tracking.report.limits import Limit
 from hybridflow.tracking.report.page import write_report

@@ -11,7 +11,7 @@ import torch
 import hybridflow as hf
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.image_processor import EncodedImage
+from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.models.images import GRIDS, PIXELS
 from hybridflow.protocols.operation import operations
 from hybridflow.rewards import per_row
