@@ -28,7 +28,8 @@ class Memory(Protocol):
     `names` default to all of its tensors; unknown names are left alone. `total_bytes` counts all releasable bytes,
     `resident_bytes` those allocated now, `losses` how often content was dropped."""
 
-    losses: int
+    @property
+    def losses(self) -> int: ...
 
     @property
     def total_bytes(self) -> int: ...
@@ -329,6 +330,10 @@ class TrackedMemory:
         self._keys = account.add(memory, tensors)
         self._offsets = {name: tensor.storage_offset() for name, tensor in tensors.items()}
         self.resident = memory.resident
+
+    @property
+    def losses(self) -> int:
+        return self._memory.losses
 
     @property
     def total_bytes(self) -> int:

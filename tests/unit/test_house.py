@@ -66,7 +66,7 @@ BUDGET |= {"cluster": 5300, "environments": 2450, "engines": 10800, "rewards": 4
 BUDGET |= {"models": 1000, "algorithms": 3000, "engine3d": 2750, "protocols": 320, "batch": 1050, "processes": 550}
 LARGER = {"": 2908, "algorithms": 3184, "batch": 1225, "cli": 1745, "cluster": 7682, "data": 2269, "engines": 14942}
 LARGER |= {"environments": 3157, "models": 1598, "planner": 9018, "processes": 556, "protocols": 334, "rewards": 5578}
-LARGER |= {"engine3d": 2958, "tracing": 1087, "run": 1994, "tracking": 2558, "workers": 3181}
+LARGER |= {"engine3d": 2963, "tracing": 1087, "run": 1994, "tracking": 2558, "workers": 3181}
 TWINS = {"__init__.py", "engine.py", "layout.py", "optimizer.py"}  # one for each backend
 # Phrases that docs/architecture.md's words and plain English have better ones for.
 PHRASES = (
