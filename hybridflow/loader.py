@@ -117,7 +117,8 @@ def check_images(prompts: Any, groups: Iterable[WorkerGroup]) -> None:
         if one.spec.model is not None and "model" in one.settings:
             decodes = "template" in one.settings and retokenizes(one.settings)
             model = f"{one.name}, whose tokenizer= or template= decodes rows," if decodes else one.settings["model"]
-            prompts.check_images(None if decodes else one.spec.model().images, str(model))
+            generates = one.settings.get("generate") is not None
+            prompts.check_images(None if decodes else one.spec.model().images, str(model), generates)
 
 
 def _iterations(loader: PromptLoader | TextLoader, in_flight: int) -> Iterator[BatchRef]:

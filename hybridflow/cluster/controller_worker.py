@@ -16,6 +16,7 @@ from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord
+from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.image_processor import thumbnail
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import ONE_TO_ONE
@@ -95,7 +96,8 @@ class ControllerWorker:
     @register(ONE_TO_ONE, reads=("images",), writes=("images",))
     def thumbnails(self, batch: Batch) -> Batch:
         """The images of rows as small ones for pages: here, since whole ones would fill the driver's memory."""
-        return Batch({"images": [[thumbnail(one) for one in row or ()] for row in batch["images"]]})
+        rows = [row if isinstance(row, list | tuple) else () for row in batch["images"]]  # or of a user's own
+        return Batch({"images": [[thumbnail(one) for one in row if isinstance(one, EncodedImage)] for row in rows]})
 
     @register(ONE_TO_ONE, reads=None)
     def write_record(self, prompts: Batch, rows: Batch, path: str, role: str, method: str, factor: int) -> str:

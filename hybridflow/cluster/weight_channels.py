@@ -270,10 +270,16 @@ class WeightChannel:
         self._moves[payload] = OverlappedMove(planned, parts, source, destination, group, self.rank)
 
     def _said(self, rank: int, value: Callable[[], Any]) -> Any:
-        """What `value` is on this rank of the channel, on all. Collective."""
-        said = [value() if self.rank == rank else None]
+        """What `value` is on this rank of the channel, on all. Collective. Errors: LayoutError on all for its own."""
+        said: list[Any] = [None]
+        try:
+            said = [value() if self.rank == rank else None]
+        except Exception as error:  # the others wait below
+            said = [LayoutError(f"{type(error).__name__}: {error}")]
         if self.size > 1:
             dist.broadcast_object_list(said, group=self._control(), group_src=rank)
+        if isinstance(said[0], Exception):
+            raise said[0]
         return said[0]
 
     def _keeps(self, sender: Member | None, receiver: Member | None) -> bool:
@@ -318,7 +324,7 @@ class WeightChannel:
             failure = mine or failed(error)
         if receiver is not None:
             receiver.incomplete = None if failure is None else incomplete(failure)
-        if payload == WEIGHTS:
+        if payload == WEIGHTS and self._fixed:
             self._marks = _marks(sender, receiver) if failure is None else None
         return total if failure is None else failure
 

@@ -91,10 +91,10 @@ class MixedPrompts:
         for part in self.parts.values():
             part.check_fit(tokens, tokenizer, where)
 
-    def check_images(self, tokens: ImageTokens | None, model: str) -> None:
+    def check_images(self, tokens: ImageTokens | None, model: str, generates: bool) -> None:
         """As `Prompts.check_images`."""
         for part in self.parts.values():
-            part.check_images(tokens, model)
+            part.check_images(tokens, model, generates)
 
     def read(self, draws: Sequence[MixedDraw]) -> PromptRows:
         """The rows in the order of `draws`. Errors: as `Prompts.read`."""

@@ -205,9 +205,10 @@ class Prompts:
                 f"them."
             )
 
-    def check_images(self, tokens: ImageTokens | None, model: str) -> None:
-        """Errors: PromptError for images that the model, which has these `tokens` for them, does not read."""
-        if self.processor is not None and tokens is None:
+    def check_images(self, tokens: ImageTokens | None, model: str, generates: bool) -> None:
+        """Errors: PromptError for images that the model, which has these `tokens` for them, does not read. One that
+        does not generate takes rows that have none."""
+        if self.processor is not None and tokens is None and (self._seen or generates):
             raise PromptError(
                 f"{self._seen} of {len(self)} prompts have images, and {model} reads text only. Use a model that reads "
                 f"images ({', '.join(VISION_FAMILIES)}), or give PromptLoader(tokenizer=) in place of processor=."

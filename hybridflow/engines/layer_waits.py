@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hybridflow.engine3d.offloadable import Residency
@@ -26,6 +27,8 @@ def wait_by_layer(model: nn.Module, memory: Residency, waited: Callable[[nn.Modu
 
     paths = {path: LAYER.match(f"{path}.") for path, _ in model.named_modules()}
     layers = [path for path, found in paths.items() if found is not None and found.end() == len(path) + 1]
+    if isinstance(model, FSDPModule):  # which gathers with itself what is no unit of its own, such as image encoders
+        layers = [path for path in layers if isinstance(model.get_submodule(path), FSDPModule)]
     named, left = list[str](), memory.names
     hooks: list[tuple[nn.Module, set[str]]] = []
     for layer in map(model.get_submodule, layers):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -387,9 +387,15 @@ class TrainEngine(TrainStates):
     def fixed_weights(self) -> tuple[frozenset[str], object]:
         """Canonical tensors that neither steps nor adapters change, and a value that is another one after parameters
         were written from outside or dropped."""
+        if self._optimizer_layout is not None or self.adapters is not None:
+            return self._fixed, self._written
+        return self._fixed, (self._written, sum(tensor._version for tensor in self._shards.storage.values()))
+
+    @cached_property
+    def _fixed(self) -> frozenset[str]:
         adapted = () if self.adapters is None else modules(self.spec, self.adapters.lora)
         trained = () if self._optimizer_layout is None else self._optimizer_layout.tensors
-        return frozenset(self.spec.tensors()).difference((f"{name}.weight" for name in adapted), trained), self._written
+        return frozenset(self.spec.tensors()).difference((f"{name}.weight" for name in adapted), trained)
 
     @property
     def restorable(self) -> bool:

@@ -91,6 +91,8 @@ def content_of(what: str, value: Any, pictures: Pictures) -> str | list[dict[str
     """An answer as the content of a message: text, or texts and images in their order. Errors: EnvironmentCallError
     for one that is too large, and for images that cannot be read, or where the model reads text only."""
     several = value if isinstance(value, list | tuple) else [value]
+    if pictures.most_pixels and (raw := [one for one in several if _is_raw(one)]):
+        raise EnvironmentCallError(f"{what} answered with {type(raw[0]).__name__}: give an image of PIL, or text")
     if not any(map(_is_image, several)):
         return text_of(what, value)
     if not pictures.most_pixels:
@@ -99,6 +101,13 @@ def content_of(what: str, value: Any, pictures: Pictures) -> str | list[dict[str
         return [_part(what, number, one, pictures) for number, one in enumerate(several)]
     except PromptError as error:
         raise EnvironmentCallError(str(error)) from None
+
+
+async def _beside(read: Callable[..., Any], what: str, value: Any, pictures: Pictures) -> Any:
+    """`read` these; beside the loop that trajectories share where images, which take long, may be among them."""
+    if not pictures.most_pixels:
+        return read(what, value, pictures)
+    return await asyncio.to_thread(read, what, value, pictures)
 
 
 def _part(what: str, number: int, one: Any, pictures: Pictures) -> dict[str, Any]:
@@ -114,6 +123,13 @@ def _is_image(value: Any) -> bool:
     """Whether it is an image of PIL, or a part of a message that is one."""
     part = value.get("type") if isinstance(value, Mapping) else None
     return isinstance(value, Image.Image | EncodedImage) or (isinstance(part, str) and part.startswith("image"))
+
+
+def _is_raw(value: Any) -> bool:
+    """Whether it may be an image in a form that would be read as text: bytes, or an array of three axes."""
+    if isinstance(value, bytes | bytearray):
+        return not isinstance(value, EncodedImage)
+    return len(getattr(value, "shape", ())) >= 3
 
 
 def _reward(what: str, value: Any) -> float:
@@ -146,7 +162,8 @@ class _Tools:
             if not text:
                 try:
                     answer = await self.caller.call(f"tool {call.name}", self.functions[call.name], **call.arguments)
-                    return _answer(number, call, content_of(f"tool {call.name}", answer, self.session.images))
+                    content = await _beside(content_of, f"tool {call.name}", answer, self.session.images)
+                    return _answer(number, call, content)
                 except EnvironmentCallError:
                     raise
                 except Exception as error:  # the tool's own
@@ -246,7 +263,8 @@ class EnvironmentLoop:
         one = await caller.call(name, self.make)
         try:
             begun = await caller.call(f"{name}.reset", one.reset, **_wanted(one.reset, row))
-            messages = _begin(f"{name}.reset", messages_of(row), begun, session.images)
+            begin = partial(_begin, messages_of(row))
+            messages = await _beside(begin, f"{name}.reset", begun, session.images)
             total, schemas = 0.0, list[dict[str, Any]]()
 
             async def step(said: Answer, last: bool) -> tuple[Stop | None, list[Message]]:
@@ -260,7 +278,7 @@ class EnvironmentLoop:
                 total += _reward(f"{name}.step", reward)
                 if done or said.turn.end == "length":
                     return "done" if done else "length", []
-                return None, _observed(f"{name}.step", observation, session.images)
+                return None, await _beside(_observed, f"{name}.step", observation, session.images)
 
             react, steps = step, hasattr(one, "step")
             if not steps:
@@ -322,7 +340,7 @@ def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, A
     return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
-def _begin(what: str, messages: list[Message], begun: Any, pictures: Pictures) -> list[Message]:
+def _begin(messages: list[Message], what: str, begun: Any, pictures: Pictures) -> list[Message]:
     """The conversation after `reset`: its text joins the last question, or is one; its messages follow."""
     if begun is None or begun == "":
         if not messages:
@@ -336,6 +354,8 @@ def _begin(what: str, messages: list[Message], begun: Any, pictures: Pictures) -
 
 
 def _observed(what: str, found: Any, pictures: Pictures) -> list[Message]:
+    if isinstance(found, list) and found and all(isinstance(one, str) for one in found):
+        found = "".join(found)  # as parts beside images are
     if isinstance(found, str) or any(map(_is_image, found if isinstance(found, list | tuple) else [found])):
         return [{"role": "user", "content": content_of(what, found, pictures)}]
     good = isinstance(found, list) and found and all(isinstance(one, Mapping) and "role" in one for one in found)

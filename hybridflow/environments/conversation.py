@@ -4,6 +4,7 @@ recorded by the model's host; here messages become token ids, and back."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,6 +67,23 @@ class Pictures:
             raise PromptError(f"{where} is an image, and the model reads text only: give text.")
         return image if isinstance(image, EncodedImage) else EncodedImage.of(where, image, self.most_pixels)
 
+    def files(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with their images as files. Errors: those of `encoded`."""
+        number = itertools.count()
+
+        def part_of(part: Any) -> Any:
+            if is_image(part):
+                next(number)
+            elif isinstance(part, Mapping) and part.get("image") is not None:
+                return {**part, "image": self.encoded(f"image {next(number)} of the conversation", part["image"])}
+            return part
+
+        contents = [message.get("content") for message in messages]
+        return [
+            {**message, "content": [*map(part_of, content)]} if isinstance(content, list) else message
+            for message, content in zip(messages, contents, strict=True)
+        ]
+
     def taken(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
         """The messages with parts that only stand for images, and the names of these in order. Errors: PromptError,
         also for a part that stands for none."""
@@ -79,12 +97,16 @@ class Pictures:
                 elif is_image(part):
                     names.append(str(places))
                     places += 1
+                elif isinstance(part, Mapping) and "image" in str(part.get("type")):
+                    raise PromptError(
+                        f"the conversation has a part {part!r:.200}: give {{'type': 'image', 'image': ...}}."
+                    )
                 parts.append(part)
             out.append({**message, "content": parts} if parts else message)
-        if places > self.of_row:
+        if places not in (0, self.of_row):  # which of them is not said
             raise PromptError(
                 f"the conversation has {places} parts {{'type': 'image'}} without an image, and its row {self.of_row} "
-                f"images: give one each."
+                f"images: give all of the row's, or one each, {{'type': 'image', 'image': row['images'][0]}}."
             )
         return out, names
 
@@ -165,6 +187,8 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
     ) -> Answer:
         """As `chat`, with the turn's tokens and the calls that are damaged."""
+        if self.images.most_pixels:  # beside this loop, which other trajectories share
+            messages = await asyncio.to_thread(self.images.files, messages)
         renderer, (messages, images) = self._renderer(tools), self.images.taken(messages)
         ids = self._continued(renderer, messages, images) or renderer.prompt(messages)
         turn = await self._turn(ids, sampling, images)

@@ -24,7 +24,7 @@ from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import STOPS, Ending
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.trajectory import Trajectory
-from hybridflow.errors import PromptError
+from hybridflow.errors import HybridFlowError
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
 from hybridflow.rewards.process_pool import pickled
 
@@ -290,7 +290,7 @@ class Sessions:
         if self._images is not None:
             try:
                 ids, images = self._images.expanded(ids, [session.image(name, self._images) for name in shown])
-            except PromptError as error:
+            except HybridFlowError as error:  # also of a processor that cannot be loaded
                 self._tell(session, "refused", number, str(error))
                 return
         turn, session.turns = session.turns, session.turns + 1

@@ -48,12 +48,12 @@ class TurnImages:
 
     def expanded(self, ids: Sequence[int], images: Sequence[RowImages]) -> tuple[list[int], RowImages | None]:
         """What the model is given for a conversation with one token for each of its images. Errors: PromptError."""
-        if not images:
+        if not images and self.tokens.token not in ids:
             return list(ids), None
         if (places := ids.count(self.tokens.token)) != len(images):
             raise PromptError(
                 f"the conversation has {len(images)} images and {places} tokens of images: its chat template leaves "
-                f"images out, or its texts have such tokens."
+                f"images out, or its texts have such tokens. Images are shown as parts of messages in chat."
             )
         joined = RowImages.joined(images)
         return self.tokens.expanded(ids, joined.grids), joined

@@ -60,12 +60,18 @@ def _reads(role: str, settings: Settings, call: Settings) -> tuple[str, ...] | N
     functions = _functions(role, settings)
     if (extra := functions.reads) is None:
         named = {entry.removesuffix("?") for reward in functions.rewards for entry in reward.bound.columns}
-        unasked = {PIXELS, "images"} - named if GRIDS in call["batch"] else ()
+        unasked = {PIXELS} - named
         return tuple(name for name in call["batch"].columns if name not in unasked)
     grids = (f"{GRIDS}?",) if {"images", "images?"} & {*extra} else ()
     tokens = ("response_ids",) if settings["level"] == "token" else ()
     mask = ("response_mask|response_ids",) if settings["on_failure"] == "mask" else ()
     return ("prompt|prompt_ids", "response|response_ids", "row_id?", "trajectory_id?", *grids, *tokens, *mask, *extra)
+
+
+def _are_files(images: Sequence[Any]) -> bool:
+    """Whether a column `images` is that of a loader with a processor."""
+    rows = [() if row is None else row for row in images]
+    return all(isinstance(row, list | tuple) and all(isinstance(one, EncodedImage) for one in row) for row in rows)
 
 
 def _writes(role: str, settings: Settings, call: Settings) -> tuple[str, ...]:
@@ -150,7 +156,9 @@ class ScoreWorker(ModelWorker):
     def _called(self, functions: Functions, batch: Batch) -> Batch:
         row_ids = row_column(batch, "row_id").tolist() if "row_id" in batch else None
         columns = {name: batch[name] for name in batch.columns}
-        if "images" in columns and GRIDS in columns:  # files, of a loader with a processor
+        if not _are_files(columns.get("images", ())):  # a column of the user's own
+            columns.pop(GRIDS, None)
+        elif GRIDS in columns and any({"images", "images?"} & {*reward.bound.columns} for reward in functions.rewards):
             opened = cache(EncodedImage.open)
             columns["images"] = [[opened(one).copy() for one in row or ()] for row in columns["images"]]
         responses = token_column(batch, "response_ids") if "response_ids" in batch else None

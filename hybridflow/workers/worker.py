@@ -115,8 +115,13 @@ class Worker:
 
     def fixed_weights(self: Any) -> tuple[frozenset[str], Any]:
         """Canonical tensors that stay until something outside of this rank's calls writes or drops them, and a value
-        that is another one then: `hf.sync_weights` moves them once between two groups that have them."""
-        tensors, mark = self.engine.fixed_weights() if self.has_tensors else (frozenset[str](), None)
+        that is another one then: `hf.sync_weights` moves them once between two groups that have them. None where a
+        class of the user's own has other weights, or changes those that arrive."""
+        own = type(self).on_weights_loaded, type(self).weights_storage
+        asked = getattr(getattr(self, "engine", None), "fixed_weights", None)
+        if asked is None or not self.has_tensors or not all(one.__module__.startswith("hybridflow.") for one in own):
+            return frozenset[str](), None
+        tensors, mark = asked()
         return tensors, (mark, self._loads)
 
     def while_waiting(self, waits: Callable[[], bool]) -> bool:

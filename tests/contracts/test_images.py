@@ -72,6 +72,14 @@ def test_it_computes_and_trains_as_transformers_does(processes, model, tmp_path,
     assert torch.allclose(again.values, want["after"].values, atol=1e-4)
 
 
+@pytest.mark.parametrize("strategy", [FSDP(), ZeRO(stage=3)], ids=["fsdp", "zero3"])
+def test_the_image_encoder_waits_for_parameters_that_are_copied_in(processes, model, strategy):
+    """FSDP gathers it with what is outside of layers, before it computes."""
+    kind, path, _ = model
+    [(before, late)] = processes.run(1, tasks.arriving, processes.name(), strategy, path, kind, 1)
+    assert torch.equal(late, before)
+
+
 @pytest.mark.parametrize("strategy", [FSDP(micro_tokens=60), ZeRO(stage=2, micro_tokens=60)], ids=["fsdp", "zero2"])
 def test_recomputing_includes_what_encodes_images(processes, model, strategy):
     kind, path, _ = model

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from hybridflow.batch.batch import Batch
 from hybridflow.config import SGD, Adam
+from hybridflow.engine3d.copy_stream import CopyStream
 from hybridflow.engines.checkpoint.writer import save_checkpoint
 from tests.contracts.engine_tasks import boxes, build, share
 from tests.contracts.example_models import loss_of
@@ -49,6 +52,33 @@ def encoded(world: World, name: str, strategy: Any, path: Path, rows: Batch, siz
     tower.register_forward_hook(lambda *_: hooks.__exit__(None, None, None), always_call=True)
     engine.forward_backward(rows, loss, loss.outputs)
     found: dict[str, Any] = {"kept": sum(kept), "patches": patches, "gradients": boxes(engine, engine.gradients())}
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def arriving(world: World, name: str, strategy: Any, path: Path, kind: str, size: int) -> list[Tensor]:
+    """Log-probabilities before the parameters left, and with parameters that are copied in as late as they may be: in
+    a stream that does nothing until it is waited for."""
+    engine = build(world, name, strategy, size, path, "lm")
+    rows, queue = share(make_rows(kind), engine.grid, world.rank), list[tuple[Tensor, Tensor]]()
+    found = [engine.forward(rows, ("log_probs",))["log_probs"].values]
+    engine.offload(("parameters",))
+
+    def copy(self: CopyStream, destination: Tensor, source: Tensor) -> None:
+        destination.fill_(0xFF if destination.dtype == torch.uint8 else torch.nan)
+        queue.append((destination, source))
+
+    def run(self: CopyStream, until: int | None = None) -> None:
+        for at in range(len(queue) if until is None else until):
+            destination, source = queue[at]
+            destination.copy_(source)
+
+    late = {"copy": copy, "wait": run, "join": run, "mark": lambda self: len(queue)}
+    with patch.multiple(CopyStream, **late):
+        engine.reload(("parameters",))
+        assert queue
+        found.append(engine.forward(rows, ("log_probs",))["log_probs"].values)
     engine.context.groups.close()
     engine.close()
     return found

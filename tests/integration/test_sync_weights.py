@@ -398,6 +398,37 @@ class Counts(hf.ReferenceWorker):
             OverlappedMove.move = fails
 
 
+class Perturbed(hf.ReferenceWorker):
+    """Writes into its weights itself."""
+
+    @hf.register(hf.ONE_TO_ALL)
+    def perturb(self) -> None:
+        for tensor in self.engine.storage().values():
+            tensor.add_(1.0)
+
+
+def test_weights_that_a_users_class_writes_are_sent_again(pool, other_pool, policy, tmp_path):
+    place = {"model": policy, "train": hf.FSDP()}
+    groups = [
+        Perturbed.on(pool[0:1], name="source", **place),
+        Perturbed.on(other_pool[0:1], name="follower", **place),
+        Counts.on(other_pool[1:2], name="own", **place),
+    ]
+    source, follower, own = groups
+    try:
+        first, again = (hf.sync_weights(source, follower).get()["bytes"] for _ in range(2))
+        assert first > again == 0
+        for written in (source, follower):
+            written.perturb().get()
+            assert hf.sync_weights(source, follower).get()["bytes"] == first
+            weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
+            assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+        assert [hf.sync_weights(source, own).get()["bytes"] for _ in range(2)] == [first, first]  # it may change them
+    finally:
+        for group in groups:
+            group.close()
+
+
 def test_weights_that_did_not_arrive_everywhere_are_taken_nowhere(pool, other_pool, policy, tmp_path, settle):
     """An average of all earlier weights would differ between the ranks of one model."""
     source = hf.ActorWorker.on(pool[0:1], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), name="s")

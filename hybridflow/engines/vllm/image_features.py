@@ -74,7 +74,7 @@ def longest_image(model_class: Any, tokens: ImageTokens) -> Iterator[None]:
 
         def dummy(mm_counts: Any, cache: Any = None) -> dict[str, Any]:
             height = math.isqrt(longest)
-            grids = torch.tensor([[1, height * tokens.merge, -(-longest // height) * tokens.merge]])
+            grids = torch.tensor([[1, height * tokens.merge, longest // height * tokens.merge]])
             return {"mm_kwargs": {"image": _items(torch.zeros(int(grids.prod()), tokens.patch), grids, tokens)}}
 
         return SimpleNamespace(info=info, get_dummy_mm_inputs=dummy)

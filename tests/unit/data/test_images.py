@@ -233,15 +233,19 @@ def test_processors_without_images_and_of_other_models_are_refused(model, rows, 
         PromptSource(rows, batch_size=1, processor=3)
     prompts = PromptSource(rows, batch_size=1, processor=model).prompts
     with pytest.raises(PromptError, match="2 of 3 prompts have images, and the model reads text only"):
-        prompts.check_images(None, "the model")
+        prompts.check_images(None, "the model", True)
+    plain = PromptSource([{"prompt": "w1"}], batch_size=1, processor=model).prompts
+    plain.check_images(None, "a critic", False)  # no row has one
+    with pytest.raises(PromptError, match="0 of 1 prompts have images, and the model reads text only"):
+        plain.check_images(None, "the model", True)
     own, other = (make_vision(tmp_path / kind, kind) for kind in KINDS)
-    prompts.check_images(ImageTokens.of(read_config(own)), str(own))
+    prompts.check_images(ImageTokens.of(read_config(own)), str(own), False)
     with pytest.raises(PromptError, match=r"is of another model than .*qwen3_vl: it has patch=1176, the model's 1536"):
-        prompts.check_images(ImageTokens.of(read_config(other)), str(other))
+        prompts.check_images(ImageTokens.of(read_config(other)), str(other), False)
     settings = json.loads((own / "preprocessor_config.json").read_text())
     (own / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.5] * 3}))
     with pytest.raises(PromptError, match=r"it has image_mean=\[0.48"):
-        prompts.check_images(ImageTokens.of(read_config(own)), str(own))
+        prompts.check_images(ImageTokens.of(read_config(own)), str(own), False)
 
 
 def test_grey_of_16_bits_is_scaled_and_what_is_transparent_is_white(model, tmp_path):

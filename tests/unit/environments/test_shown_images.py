@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
+from hybridflow.environments.acting import (
+    EnvironmentCallError,
+    EnvironmentLoop,
+    Program,
+    ToolLoop,
+    _observed,
+    content_of,
+)
 from hybridflow.environments.agent import Agent
+from hybridflow.environments.conversation import Pictures
 from hybridflow.environments.turn_images import TurnImages
 from hybridflow.errors import ConfigError, PromptError
 from hybridflow.models.images import ImageTokens
@@ -86,6 +96,37 @@ def test_what_cannot_be_shown_ends_its_trajectory_alone(images, tmp_path):
     rows = rows[-1:]
     (text,) = run(ToolLoop((show,), 3), images.checkpoint, rows, says)
     assert text.failure == "tool show answered with an image, and the model reads text only: return text"
+
+
+def test_which_image_is_meant_is_said():
+    """Forms of other libraries, and one place for two images of a row, would lose or exchange them."""
+    pictures, place = Pictures(2, 10_000), {"type": "image"}
+    for part in ({"type": "image_url", "image_url": {"url": "a"}}, {"type": "image", "url": "a"}):
+        with pytest.raises(PromptError, match="has a part "):
+            pictures.taken([{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+    with pytest.raises(PromptError, match="its row 2 images: give all of the row's, or one each"):
+        pictures.taken([{"role": "user", "content": [place]}])
+    assert pictures.taken([{"role": "user", "content": [place, place]}])[1] == ["0", "1"]
+    assert pictures.taken([{"role": "user", "content": "none"}])[1] == []
+
+
+def test_answers_in_forms_that_would_be_read_as_text_are_refused():
+    pictures, image = Pictures(0, 10_000), Image.new("RGB", (8, 8))
+    for one in (b"png", np.zeros((8, 8, 3), dtype=np.uint8), [image, np.zeros((8, 8, 3))]):
+        with pytest.raises(EnvironmentCallError, match=r"tool answered with (bytes|ndarray): give an image of PIL"):
+            content_of("tool", one, pictures)
+    assert content_of("tool", np.zeros(2), pictures) == "[0. 0.]"
+    assert content_of("tool", b"png", Pictures()) == "b'png'"  # of a model that reads text only
+    assert _observed("step", ["Score ", "3"], pictures) == [{"role": "user", "content": "Score 3"}]
+
+
+def test_a_processor_that_cannot_be_loaded_is_named(images, tmp_path):
+    """The process that showed an image goes on."""
+    says = lambda row, turn, heard: call("show", how="twice") if turn == 0 else "ok"  # noqa: E731
+    broken = replace(images, processor=str(tmp_path))
+    (one,) = run(ToolLoop((show,), 3), images.checkpoint, [{"prompt": "Look.", "how": "twice"}], says, images=broken)
+    assert str(tmp_path) in str(one.failure)
+    assert "SIGKILL" not in str(one.failure)
 
 
 class Dies:

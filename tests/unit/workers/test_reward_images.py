@@ -65,7 +65,7 @@ def read(batch: Batch, function: Any) -> tuple[str, ...]:
 
 def test_images_are_decoded_only_for_functions_that_name_them():
     batch = rows([EncodedImage(b"not an image")], None)
-    assert {PIXELS, "images"}.isdisjoint(read(batch, everything))
+    assert PIXELS not in read(batch, everything)
     assert "answer" in read(batch, everything)
     judge = hf.RewardWorker(function=everything)
     assert judge.compute_reward(batch.select(read(batch, everything)))["rewards"].tolist() == [0.0, 1.0]
@@ -83,6 +83,24 @@ def test_a_column_images_of_a_loader_without_a_processor_is_as_any_other():
     batch = rows(None, None).select("prompt", "response").with_columns(images=["a.png", None])
     assert "images" in read(batch, named)
     assert hf.RewardWorker(function=named).compute_reward(batch)["rewards"].tolist() == [5.0, 0.0]
+
+
+def test_a_column_images_of_the_users_own_stays_so_beside_patches():
+    """Those of an agent's conversations, of a model that reads images."""
+
+    def named(prompts: list[Any], completions: list[str], images: list[Any]) -> list[float]:
+        return [float(len(one or "")) for one in images]
+
+    def other(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+        assert GRIDS not in columns
+        return [float(len(one or "")) for one in columns["images"]]
+
+    for images in (["a.png", None], [["a", "b"], []]):
+        batch = rows(None, None).with_columns(images=images)
+        for function in (named, other):
+            judge = hf.RewardWorker(function=function)
+            found = judge.compute_reward(batch.select(read(batch, function)))["rewards"].tolist()
+            assert found == [float(len(images[0])), 0.0]
 
 
 def test_each_distinct_image_is_decoded_once_and_rows_have_their_own(monkeypatch: pytest.MonkeyPatch):
