@@ -239,7 +239,7 @@ def test_the_account_is_what_the_planner_says(pool, policy, recorded):
 def test_weight_transfers_limit(pool, place, recorded, tmp_path_factory):
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     model = tiny_models.make_policy(tmp_path_factory.mktemp("larger"), **sizes)
-    source = hf.ActorWorker.on(pool[0:1], model=model, train=hf.FSDP(), name="source")
+    source = hf.ActorWorker.on(pool[0:1], model=model, train=hf.FSDP(), optim=hf.SGD(lr=0.1), name="source")
     target = hf.ReferenceWorker.on(pool[1:2], model=model, train=hf.FSDP(), name="target")
     group = place(Staged, pool[0:2])
 

@@ -15,8 +15,10 @@ def test_an_image_beyond_what_generation_has_memory_for_is_refused():
     spec = TransformersSpec.of(sizes("qwen3_vl"))
     assert spec.images is not None
     grids = torch.tensor([[1, 256, 256], [1, 256, 258]])
-    one = RowImages(torch.empty(256 * 256, spec.images.patch), grids[:1], ["one"])
+    one = RowImages([torch.empty(256 * 256, spec.images.patch)], grids[:1], ["one"])
     check_prompt(0, [IMAGE] * 16384, one, spec)
-    both = RowImages(torch.empty(256 * 514, spec.images.patch), grids, ["one", "other"])
+    both = RowImages(
+        [*torch.empty(256 * 514, spec.images.patch).split([256 * 256, 256 * 258])], grids, ["one", "other"]
+    )
     with pytest.raises(PromptError, match=r"prompt 0 has an image of 16512 tokens, and generation encodes 16384 at"):
         check_prompt(0, [IMAGE] * (16384 + 16512), both, spec)
