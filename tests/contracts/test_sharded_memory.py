@@ -108,7 +108,7 @@ SCORES = replace(WIDE, head="value")
 MIXTURES: list[Any] = [FSDP(), Megatron(tp=2), Megatron(ep=2)]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("strategy", "spec"),
     [(one, WIDE) for one in RUN] + [(one, SCORES) for one in (RUN[0], RUN[-1])] + [(one, MIXTURE) for one in MIXTURES],

@@ -110,6 +110,7 @@ def test_a_killed_and_stopped_driver_continues_exactly(runs, undisturbed, stoppe
     check_equal(run, undisturbed, [*range(1, 5), 6])
 
 
+@pytest.mark.slow
 def test_lost_hosts_are_replaced(runs, undisturbed):
     """One dies, and one stops to answer."""
     faults = "update_actor:3:SIGKILL,generate_sequences:5:SIGSTOP"

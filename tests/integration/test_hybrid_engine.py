@@ -206,7 +206,7 @@ def seen(tmp_path_factory) -> Iterator[Callable[[str], list[Seen]]]:
     processes.close()
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_training_does_not_notice_generation(seen, name):
     """Losses, gradient norms and learning rates, bit by bit, against a run that never generates."""

@@ -89,7 +89,7 @@ def run(actor: hf.WorkerGroup, directory: Path) -> Observed:
     return Observed(adapters, merged, base, drawn, greedy, reference)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_generation_has_the_merged_weights(observed):
     """vLLM's kernels differ from transformers' by rounding; updates moved log-probabilities by far more."""
     moved = apart(observed.base["old_log_probs"], tiny_models.response_log_probs(observed.adapters, observed.base))

@@ -291,6 +291,7 @@ def times(pool: hf.ResourcePool, method: str) -> list[tuple[float, float]]:
     return [(event.start, event.end) for event in events]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("train", [hf.Megatron(tp=2), hf.Megatron(pp=2), hf.FSDP(), hf.ZeRO(stage=2)], ids=str)
 def test_weights_are_sent_while_the_step_that_makes_them_runs(pool, other_pool, policy, tmp_path, train):
     """Each part once it is final: bit by bit what is sent after a whole step, and only right behind an update."""

@@ -71,6 +71,7 @@ def test_memory_comes_and_goes_for_twenty_cycles_without_growth(seen):
     assert [rank["cycles"] for rank in seen] == [{"equal": True, "released": True, "flat": True}] * RANKS
 
 
+@pytest.mark.slow
 def test_both_copies_are_never_in_memory_together(seen):
     for equal, most, before, after, buffers in (rank["layers"] for rank in seen):
         assert equal

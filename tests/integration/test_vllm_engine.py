@@ -41,7 +41,7 @@ from tests.integration.vllm_scenarios import (
 )
 
 # `make test` builds these; the others are slow.
-OFTEN = ("llama", "p2t2-p2t1", "d4-p1t4", "p1t2d2-p2t2", "qwen2")
+OFTEN = ("llama", "p2t2-p2t1", "d4-p1t4", "qwen2")
 
 
 def cases(wanted: Callable[[str], bool] = lambda name: True) -> pytest.MarkDecorator:

@@ -73,7 +73,8 @@ def longest_image(model_class: Any, tokens: ImageTokens) -> Iterator[None]:
         info.get_mm_max_tokens_per_item = lambda seq_len, mm_counts: {"image": longest}
 
         def dummy(mm_counts: Any, cache: Any = None) -> dict[str, Any]:
-            height = math.isqrt(longest)
+            square = math.isqrt(longest)  # or nearly so, with as many tokens
+            height = max(range(square // 2 + 1, square + 1), key=lambda one: longest // one * one)
             grids = torch.tensor([[1, height * tokens.merge, longest // height * tokens.merge]])
             return {"mm_kwargs": {"image": _items(torch.zeros(int(grids.prod()), tokens.patch), grids, tokens)}}
 

@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_an_estimate_is_what_the_planner_says(case: str):
     found, planned = estimated(*CASES[case])

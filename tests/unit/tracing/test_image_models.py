@@ -99,6 +99,7 @@ def test_held_out_prompts_need_the_processor_of_the_model_and_of_the_loader(visi
         check_driver(loop(vision, {}, held_out={"processor": other}))
 
 
+@pytest.mark.slow
 def test_estimates_are_of_rows_of_text_and_say_so(vision, tmp_path):
     """Of 96 tokens four stand for images: hundreds of rows without any are not drawn by chance."""
     work = {"rows": 64, "prompt": 200, "response": (100, 200)}
