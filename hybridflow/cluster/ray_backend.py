@@ -164,8 +164,9 @@ class RayBackend(SessionBackend):
             MARK: self.name,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path and os.path.isdir(path)),
             "TOKENIZERS_PARALLELISM": "false",
-            # results above this size stay in the object store of their node; Ray would send up to 100 kB to the driver
-            "RAY_max_direct_call_object_size": "8192",
+            # results above this size stay in the object store of their node, and are lost with it; smaller ones, such
+            # as the heads of images (15 kB), go to the driver, to which Ray would send up to 100 kB
+            "RAY_max_direct_call_object_size": "32768",
             # reuse memory for joined columns: new pages cost more than the copy
             "MALLOC_MMAP_THRESHOLD_": "33554432",
             "MALLOC_TRIM_THRESHOLD_": "268435456",
