@@ -30,6 +30,8 @@ from hybridflow.topology import RankGrid, data_parallel, divisors
 
 DType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
+IMAGE_TOKENS = 16384
+"""Of the largest image that processors of the families with images make by default."""
 KV = Literal["recompute", "keep", "offload", "auto"]
 
 
@@ -446,7 +448,9 @@ class VLLM:
     `sampling` is the default of `generate_sequences`, whose arguments override it call by call. `max_length` bounds
     prompt plus response (None: the model's context): a response ends there, unfinished, even before `max_tokens`.
     `memory_fraction` (CUDA) is the share of device memory for weights and KV cache, `kv_cache_gb` (CPU) the size of the
-    KV cache in GiB. `return_routed_experts` adds the column of that name, without return_: the experts of each token.
+    KV cache in GiB. An image has at most `image_tokens` tokens, and a step encodes images of as many, or of 8,192 if
+    these are fewer: of what that takes the KV cache has more where it is small. `return_routed_experts` adds the column
+    of that name, without return_: the experts of each token.
 
     Unfinished rows continue when new weights arrive, or when other models have had the devices (an actor that trains
     on its own, a rollout with offload=True). With `kv="recompute"` their KV cache is then computed again. Otherwise it
@@ -470,6 +474,7 @@ class VLLM:
     max_sequences: Size = 256
     memory_fraction: Annotated[float, Check("in (0, 1)", lambda value: is_number(value) and 0 < value < 1)] = 0.5
     kv_cache_gb: NonNegative = 0.25
+    image_tokens: Size = IMAGE_TOKENS
     eager: bool = False
     kv: KV = "recompute"
     sampling: Sampling = Sampling()

@@ -15,7 +15,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import PromptError, of_row
 from hybridflow.models.hf_spec import Decoder
-from hybridflow.models.images import GRIDS, LONGEST_IMAGE, PIXELS, VISION_FAMILIES
+from hybridflow.models.images import GRIDS, PIXELS, VISION_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ def check_columns(rows: int, spec: Decoder) -> None:
         )
 
 
-def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spec: Decoder) -> None:
-    """Errors: PromptError for a prompt whose tokens of images are not those of its images."""
+def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spec: Decoder, most: int) -> None:
+    """Errors: PromptError for a prompt whose tokens of images are not those of its images, or that has an image of more
+    than `most` tokens."""
     if (tokens := spec.images) is None:
         if images is not None:
             raise PromptError(f"prompt {name} has images, and {spec.family} models read text only.")
@@ -104,10 +105,10 @@ def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spe
             f"prompt {name} has images of {images.grids[~fitting].tolist()} patches: height and width must be "
             f"multiples of {tokens.merge}. Give PromptLoader(processor=) the processor of this model."
         )
-    if images is not None and (longest := int(tokens.counts(images.grids).max())) > LONGEST_IMAGE:
+    if images is not None and (longest := int(tokens.counts(images.grids).max())) > most:
         raise PromptError(
-            f"prompt {name} has an image of {longest} tokens, and generation encodes {LONGEST_IMAGE} at most. Give "
-            f"PromptLoader(processor=) a processor of smaller images (max_pixels=)."
+            f"prompt {name} has an image of {longest} tokens, more than VLLM(image_tokens={most}). "
+            f"Raise it, or give PromptLoader(processor=) a processor of smaller images (max_pixels=)."
         )
     seen, given = prompt.count(tokens.token), 0 if images is None else int(tokens.counts(images.grids).sum())
     if seen != given:

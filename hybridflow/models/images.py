@@ -23,8 +23,6 @@ IMAGES = (f"{PIXELS}?", f"{GRIDS}?")
 """Of what an operation on a model reads."""
 VISION_FAMILIES = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 """Families that read images, and the text families whose decoder layers they have."""
-LONGEST_IMAGE = 16384
-"""Tokens that generation has memory for: the largest image that the families' own processors make."""
 LANGUAGE_MODEL, VISION_TOWER = "model.language_model", "model.visual."
 """What transformers calls the text decoder of such a model, and how names of its image encoder begin."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridflow.cluster.session import Session
-from hybridflow.config import Megatron
+from hybridflow.config import IMAGE_TOKENS, Megatron
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import Placement
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
@@ -117,7 +117,7 @@ def as_priced(placement: Placement, work: Workload) -> Placement:
 
 def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
     """The workload of a traced driver; fields that are not `given` come from the trace: rows, prompts of its batches,
-    responses of maximum length. Errors: ConfigError for an unknown field."""
+    patches of their images, responses of maximum length. Errors: ConfigError for an unknown field."""
     if isinstance(given, Workload):
         return given
     own = {"rows": given} if isinstance(given, int) else dict(given or {})
@@ -128,13 +128,16 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
     streams = [found.groups[call.group].settings["generate"] for call in found.graph.calls if call.continuous]
     trains = [group.settings["train"] for group in found.groups.values() if group.settings.get("optim") is not None]
     # processors have no fast 16-bit arithmetic, and the engines compute in float32 there
+    generating = [engine for engine in engines if engine is not None]
     fields: dict[str, Any] = {
         "rows": found.rows,
         "responses_per_prompt": drawn.factor if drawn else 1,
         "prompt": Lengths.of(list(drawn.prompt_tokens)) if drawn and drawn.prompt_tokens else Lengths.of(_PROMPT),
         "response": Lengths.of((drawn and drawn.max_tokens) or _RESPONSE),
         "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
-        "cuda_graphs": not any(engine.eager for engine in engines if engine is not None),
+        "patches": drawn.patches if drawn else 0,
+        "image_tokens": max((engine.image_tokens for engine in generating), default=IMAGE_TOKENS),
+        "cuda_graphs": not any(engine.eager for engine in generating),
         "kv": streams[0].kv if streams else "recompute",
     }
     if trains:  # the driver's own choice: the first group's, for all groups

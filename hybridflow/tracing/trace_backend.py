@@ -38,6 +38,7 @@ from hybridflow.cluster.store import Reader, write
 from hybridflow.config import VLLM, Sampling
 from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
+from hybridflow.models.images import GRIDS
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source, Width
 from hybridflow.protocols.operation import Operation, kind_of, operations
@@ -92,6 +93,8 @@ class SampledRows:
     max_tokens: int | None
     """Of a response."""
     prompt_tokens: tuple[int, ...] = field(repr=False)
+    patches: float
+    """Of the images of a prompt, in the mean."""
 
 
 class TraceSession(Session):
@@ -382,7 +385,9 @@ def _sampled(ranks: RankGroup, call: RankCall, rows: RankRows, due: int) -> Samp
         tokens = [max(1, len(str(text)) // _CHARACTERS) for text in _column_of(rows, "prompt")]
     asked = call.settings.get("sampling")
     longest = asked.longest if isinstance(asked, Sampling) else call.settings.get("max_tokens", own)
-    return SampledRows(rows.rows, due // max(rows.rows, 1), longest, tuple(tokens))
+    grids = _column_of(rows, GRIDS).values if GRIDS in rows.columns else torch.zeros(0, 3)
+    patches = float(grids.prod(-1).sum()) / max(rows.rows, 1)
+    return SampledRows(rows.rows, due // max(rows.rows, 1), longest, tuple(tokens), patches)
 
 
 def _column_of(rows: RankRows, name: str) -> Any:

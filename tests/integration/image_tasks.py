@@ -40,10 +40,12 @@ def generated(world: World, name: str, models: Sequence[Path], kind: str, tp: in
     return found
 
 
-def profiled(world: World, name: str, model: Path, max_length: int) -> tuple[bool, list[int], int]:
+def profiled(world: World, name: str, model: Path, max_length: int, image_tokens: int) -> tuple[bool, list[int], int]:
     """Whether vLLM is told to leave images out where it measures memory, the patches that it encodes there, and the
     most tokens of images in a step."""
-    strategy = VLLM(kv_cache_gb=0.02, max_sequences=16, max_length=max_length, dtype="float32")
+    strategy = VLLM(
+        kv_cache_gb=0.02, max_sequences=16, max_length=max_length, dtype="float32", image_tokens=image_tokens
+    )
     engine, seen = build(world, name, model, strategy), list[int]()
     runner = engine._runner()
     multimodal = runner.model_config.multimodal_config

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from hybridflow.batch.ragged import Ragged
+from hybridflow.planner.cost.device_memory import STEP_TOKENS
 from tests.contracts.rank_processes import RankProcesses
 from tests.integration import image_tasks as tasks
 from tests.vision_models import KINDS, SPECIAL, make_rows, make_vision, outputs
@@ -43,17 +44,17 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(tmp_path, kind, 
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_profile_of_memory_encodes_the_images_of_a_step(tmp_path, kind):
-    """As many of the largest as vLLM encodes at once; on a CPU, whose cache has the size that is asked for, it is not
-    made."""
+@pytest.mark.parametrize(("kind", "most", "step"), list(zip(KINDS, (16384, 200), (STEP_TOKENS, 200), strict=True)))
+def test_the_profile_of_memory_encodes_the_images_of_a_step(tmp_path, kind, most, step):
+    """As many of the largest as vLLM encodes at once, or one with fewer `image_tokens`; on a CPU, whose cache has the
+    size that is asked for, it is not made."""
     model, processes = make_vision(tmp_path / "model", kind), RankProcesses(1)
     try:
-        ((skipped, encoded, budget),) = processes.run(1, tasks.profiled, "profile", model, 500)
+        ((skipped, encoded, budget),) = processes.run(1, tasks.profiled, "profile", model, 500, most)
     finally:
         processes.close()
     assert skipped
-    assert budget == 8192
+    assert budget == step
     assert 4 * budget * 0.95 < sum(encoded) < 4 * budget * 1.05
 
 

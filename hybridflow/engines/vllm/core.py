@@ -81,7 +81,7 @@ def start_core(
                 stack.enter_context(one)
             model_class = _load_model_class(architecture(spec))
             if spec.images:
-                stack.enter_context(longest_image(model_class, spec.images))
+                stack.enter_context(longest_image(model_class, spec.images, strategy.image_tokens))
             if on_transformers(spec):
                 stack.enter_context(isolation.uncompiled())
             config = _config(strategy, spec, checkpoint, device)
@@ -207,10 +207,12 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         seed=0,
         **settings(spec, strategy.tp, cpu),
     ).create_engine_config()
-    if strategy.pp == 1 and not config.scheduler_config.async_scheduling:  # where it is, it overlaps with the device
+    scheduling = config.scheduler_config
+    scheduling.max_num_encoder_input_tokens = min(scheduling.max_num_batched_tokens, strategy.image_tokens)
+    if strategy.pp == 1 and not scheduling.async_scheduling:  # where it is, it overlaps with the device
         from hybridflow.engines.vllm.scheduler import DecodeScheduler
 
-        config.scheduler_config.scheduler_cls = DecodeScheduler
+        scheduling.scheduler_cls = DecodeScheduler
     return config
 
 

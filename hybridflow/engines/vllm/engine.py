@@ -343,7 +343,7 @@ class VLLMEngine:
                     f"max_length={self.max_length} (the model's context is {self.spec.context}). Shorten or filter "
                     "the prompts, or raise VLLM(max_length=...)."
                 )
-            check_prompt(name, prompt, row.images, self.spec)
+            check_prompt(name, prompt, row.images, self.spec, self.strategy.image_tokens)
             if min(prompt) < 0 or max(prompt) >= self.spec.vocab:
                 raise PromptError(
                     f"prompt {name} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.engines.row_images import RowImages
 from hybridflow.engines.vllm.isolation import replaced
 from hybridflow.models.hf_spec import Decoder, hf_config
-from hybridflow.models.images import GRIDS, LONGEST_IMAGE, PIXELS, ImageTokens
+from hybridflow.models.images import GRIDS, PIXELS, ImageTokens
 from hybridflow.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ def _items(patches: Tensor, grids: Tensor, tokens: ImageTokens) -> Any:
 
 
 @contextmanager
-def longest_image(model_class: Any, tokens: ImageTokens) -> Iterator[None]:
-    """Inside, an image may fill the context of this model, up to `LONGEST_IMAGE` tokens, and vLLM makes no processor of
+def longest_image(model_class: Any, tokens: ImageTokens, most: int) -> Iterator[None]:
+    """Inside, an image may fill the context of this model, up to `most` tokens, and vLLM makes no processor of
     its own to find that out. Its profile encodes the most of these that a step may have, whose memory the KV cache then
     leaves alone."""
 
     def build(self: Any, ctx: Any) -> Any:
-        info, longest = self.info(ctx), min(ctx.model_config.max_model_len, LONGEST_IMAGE)
+        info, longest = self.info(ctx), min(ctx.model_config.max_model_len, most)
         info.get_mm_max_tokens_per_item = lambda seq_len, mm_counts: {"image": longest}
 
         def dummy(mm_counts: Any, cache: Any = None) -> dict[str, Any]:

@@ -356,7 +356,8 @@ class Costs:
             home = {"backend": self.backends[group], "workload": self._workloads[group]}
             whole = memory.static(replace(context, parallel=Parallel(), links=one, **home), copied)
             beside = whole.static / plan.mesh.size if copied else memory.weights(context)
-        return max(0.0, capacity - beside - (memory.weights(context) if copied or group in self.away else 0.0))
+        own = memory.weights(context) if copied or group in self.away else 0.0
+        return max(0.0, capacity - beside - own - memory.step_images(context))
 
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""

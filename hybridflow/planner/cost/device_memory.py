@@ -55,6 +55,8 @@ MOMENTS = 8  # Adam's two, float32
 MAIN = 4  # float32 parameters beside those of 16 bits
 BLOCKS = 2 * (64 << 20)
 """At most: logits are read in float32 in blocks of tokens (`engines.token_outputs`)."""
+STEP_TOKENS = 8192
+"""Of prompts and their images, at most, in a step of vLLM's; an image may have more."""
 NORM = 12
 """A norm's backward pass has this number of its inputs at once, in 16 bits: several in float32."""
 
@@ -99,7 +101,7 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
         if kv_budget is not None:
             used = Waves.of(context, each, kv_budget).concurrent * context.workload.under_way * cache_bytes(context)
             cache = max(cache, used)
-        return DeviceMemory(kv_cache=cache, weights=own)
+        return DeviceMemory(activations=step_images(context), kv_cache=cache, weights=own)
     if kind == "function":
         return DeviceMemory()
     size, work, t, p = context.size, context.workload, context.parallel.t, context.parallel.p
@@ -121,7 +123,8 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     # where ranks share the sequence, Megatron's buffer for all of it
     read += (whole := (tokens + longer) * size.hidden * context.itemsize if context.links.shares > 1 else 0.0)
     sent += whole
-    kept_images, encoding = image_activations(context, (tokens + longer) / work.tokens, kind == "training")
+    patches = (tokens + longer) / work.tokens * work.patches
+    kept_images, encoding = image_activations(context, patches, training=kind == "training")
     # two layers (one computes, the next is on its way) and all that lies outside of the layers
     unit, outside = context.unit
     gathered = (2 * unit + outside) * context.itemsize if context.backend.sharded else 0.0
@@ -149,11 +152,18 @@ def active(context: CallContext, kind: Kind, rows: float, copy: bool, kv_budget:
     return DeviceMemory(activations=activations, logits=logits, weights=own, gathered=gathered)
 
 
-def image_activations(context: CallContext, rows: float, training: bool) -> tuple[float, float]:
-    """Bytes of a micro-batch of `rows` rows that what encodes images keeps for its backward pass, and at most while it
-    encodes, as transformers' blocks do: measured for 16 and 32 bits, with gated MLPs and plain ones."""
+def step_images(context: CallContext) -> float:
+    """Bytes that vLLM leaves to what encodes the images of a step (`VLLM(image_tokens=)`), whether rows have any or
+    not."""
+    tokens = min(context.workload.image_tokens, max(context.workload.longest, STEP_TOKENS))
+    return image_activations(context, tokens * context.size.tower.merge**2, training=False)[1]
+
+
+def image_activations(context: CallContext, patches: float, *, training: bool) -> tuple[float, float]:
+    """Bytes of `patches` patches that what encodes images keeps for its backward pass, and at most while it encodes, as
+    transformers' blocks do: measured for 16 and 32 bits, with gated MLPs and plain ones."""
     tower, itemsize = context.size.tower, context.itemsize
-    patches, block = rows * context.workload.patches, 11 * tower.width + 2 * tower.intermediate
+    block = 11 * tower.width + 2 * tower.intermediate
     if tower.gated:
         block = (13 if itemsize == 4 else 15) * tower.width + 4 * tower.intermediate
     pixels, kept = patches * tower.patch * 4.0, 0.0  # whole rows: float32, as they come

@@ -24,13 +24,14 @@ _ATTENTION = re.compile(r"att(ention|n)|mixer|temporal", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Tower:
-    """What encodes images of patches of `patch` numbers: its `elements`, those that a patch `meets` in products, and
-    `layers` blocks of `width` columns and `intermediate` ones, `gated` or not. Of them `windowed` look at `window`
-    patches, the others at all of an image."""
+    """What encodes images of patches of `patch` numbers, `merge` x `merge` of which are a token: its `elements`, those
+    that a patch `meets` in products, and `layers` blocks of `width` columns and `intermediate` ones, `gated` or not. Of
+    them `windowed` look at `window` patches, the others at all of an image."""
 
     elements: int = 0
     meets: float = 0.0
     patch: int = 0
+    merge: int = 1
     layers: int = 0
     width: int = 0
     intermediate: int = 0
@@ -235,6 +236,7 @@ def _tower(model: TransformersSpec) -> Tower:
         elements=elements,
         meets=meets,
         patch=model.images.patch,
+        merge=merge,
         layers=config.depth,
         width=config.hidden_size,
         intermediate=config.intermediate_size,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.config import KV, DType
+from hybridflow.config import IMAGE_TOKENS, KV, DType
 from hybridflow.errors import ConfigError
 from hybridflow.settings import NonNegative, Positive, Size, check_fields, is_number, require, settings
 
@@ -54,8 +54,8 @@ class Workload:
     hand it to the next stage once. With `time_sharing` two updates that follow each other run together where they have
     one layout with several stages (`hf.together`). Without `cuda_graphs` (`VLLM(eager=True)`) the kernels of a decode
     step are launched one by one. `kv` is that of a stream's VLLM. `patches` are those of the image of a row, whose
-    tokens are part of `prompt`. Errors: ConfigError for sizes that are not positive, and for more responses per prompt
-    than rows."""
+    tokens are part of `prompt`, and `image_tokens` those of `VLLM`. Errors: ConfigError for sizes that are not
+    positive, and for more responses per prompt than rows."""
 
     rows: Size
     prompt: Any  # given as what Lengths.of takes, a Lengths from then on
@@ -72,6 +72,7 @@ class Workload:
     cuda_graphs: bool = True
     kv: KV = "recompute"
     patches: NonNegative = 0
+    image_tokens: Size = IMAGE_TOKENS
 
     def __post_init__(self) -> None:
         for name in ("prompt", "response"):

@@ -26,7 +26,7 @@ from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model, spe
 from hybridflow.planner import ClusterSpec, Coefficients, Parallel, Pin, Workload, plan
 from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.device_memory import image_activations
+from hybridflow.planner.cost.device_memory import STEP_TOKENS, image_activations
 from hybridflow.planner.cost.pipeline_cost import images_forward, layer_forward, output_forward
 from hybridflow.planner.describe.cluster_spec import DeviceSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
@@ -313,7 +313,7 @@ def test_what_encodes_images_keeps_is_what_autograd_saves(kind, dtype):
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or pack(one), lambda one: one):
         module(torch.zeros(256, Sizes.of(model).tower.patch, dtype=getattr(torch, dtype)), torch.tensor([[1, 16, 16]]))
-    found, _ = image_activations(context, 1, training=True)
+    found, _ = image_activations(context, 256, training=True)
     assert found - 256 * Sizes.of(model).tower.patch * 4 == pytest.approx(sum(kept.values()), rel=0.1)
 
 
@@ -341,3 +341,16 @@ def test_what_is_frozen_has_no_gradients_state_or_backward_pass(kind):
     state = fsdp_state(strategy, vision(kind), grid)
     owned = max(sum(region.box.numel for region in state.regions(rank)) for rank in range(2))
     assert less.optimizer / 8 == pytest.approx(owned, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_leaves_memory_to_the_images_of_a_step(kind):
+    """Also for rows of text, as vLLM measures it when it starts; a bound on images gives it to the KV cache."""
+    call, at, taken, left = "actor.generate_sequences", CallPlan(Mesh.of(0, 1), Parallel()), [], []
+    for most in (16384, STEP_TOKENS, 1024):
+        costs = image_costs(kind, FSDP(), replace(WORK, image_tokens=most))
+        taken.append(costs.added(call, at).activations)
+        left.append(costs.kv_budget(call, at))
+    assert taken[0] == taken[1] == 8 * taken[2] > 0  # an image is no longer than rows are
+    assert left[2] - left[1] == pytest.approx(taken[1] - taken[2])
+    assert not Costs(costs.cluster, grpo(spec("llama")), WORK).added(call, at).activations

@@ -12,6 +12,8 @@ from transformers import AutoImageProcessor
 
 import hybridflow as hf
 from hybridflow.errors import PromptError
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.tracing.auto import workload_of
 from hybridflow.tracing.estimate import EstimatedCall, estimate_driver
 from hybridflow.tracing.trace import check_driver, trace_driver
 from tests.tiny_models import make_classifier, make_policy
@@ -86,6 +88,14 @@ def test_models_that_read_text_only_are_refused_whatever_their_role(vision, tmp_
 
 def test_models_that_read_images_are_not_refused(vision):
     check_driver(loop(vision, {}, (hf.ReferenceWorker, {"model": vision}), held_out={"processor": vision}))
+
+
+def test_patches_of_a_plan_are_those_of_the_first_prompts(vision):
+    found = trace_driver(loop(vision, {"steps": 1}))
+    work = workload_of(found, {"response": 8}, ClusterSpec.of("a100:1x1"))
+    assert work.patches == 2 * 2  # an image of 40 x 40 pixels has so few
+    assert work.image_tokens == 16384
+    assert workload_of(found, {"response": 8, "patches": 0}, ClusterSpec.of("a100:1x1")).patches == 0
 
 
 def test_held_out_prompts_need_the_processor_of_the_model_and_of_the_loader(vision, tmp_path):
