@@ -147,7 +147,7 @@ class Loops:
 
     def elastic(self) -> float:
         args = self.args
-        with self.actor(self.pool[:1], train=hf.FSDP()) as actor, self.rollout(self.pool) as rollout:
+        with self.actor(self.pool[:1]) as actor, self.rollout(self.pool) as rollout:
             elastic = hf.Elastic(self.pool, actor=actor, rollout=rollout, sizes=(1, 2), policy="gain")
             stream = elastic.stream(self.loader(64), n=args.n, minibatches=MINIBATCHES, call_seconds=0.05)
             for batch in stream:
@@ -210,7 +210,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"hidden": 128, "rows": 64, "n": 4, "median": 32, "iterations": 4, "warm-up": 2, "rounds": 2, "repeats": 5}
+    sizes = {"hidden": 256, "rows": 128, "n": 4, "median": 48, "iterations": 5, "warm-up": 2, "rounds": 2, "repeats": 5}
     for name, size in sizes.items():
         out.add_argument(f"--{name}", type=int, default=size)
     out.add_argument("--ratio", type=float, default=8)
