@@ -73,12 +73,13 @@ class Status:
         through Ray as they are."""
         if self.failure is not None or self.skipped:
             return self
-        packed = plainly_pickled(([(*event[:-1], *event.work) for event in self.events], self.value))
+        events = [(*event[:_WORK], tuple(event.work), *event[_WORK + 1 :]) for event in self.events]
+        packed = plainly_pickled((events, self.value))
         return self if packed is None else _PACKED + packed
 
 
 _PACKED = b"\0hybridflow status\0"  # no other result begins with it
-_OWN_FIELDS = len(Event._fields) - 1
+_WORK = Event._fields.index("work")
 
 
 class _PlainPickler(pickle.Pickler):
@@ -101,7 +102,7 @@ def received(value: Any) -> Any:
     if type(value) is not bytes or not value.startswith(_PACKED):
         return value
     events, own = pickle.loads(memoryview(value)[len(_PACKED) :])
-    made = [Event._make((*one[:_OWN_FIELDS], CallWork._make(one[_OWN_FIELDS:]))) for one in events]
+    made = [Event._make((*one[:_WORK], CallWork._make(one[_WORK]), *one[_WORK + 1 :])) for one in events]
     return Status(None, tuple(made), (), own)
 
 
