@@ -1,4 +1,4 @@
-"""Advantage estimators (advantages/) and losses (losses/), one per file with formula and citation.
+"""Advantage estimators (advantages/) and losses (losses/): one or one family per file, with formula and citation.
 
 Each is a frozen value of its options that is called with tensors; `registry.py` has their names. To add one, write its
 file and name it there. A user's function can replace each.

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 from hybridflow.algorithms.advantages.estimator import Estimator, UserEstimator
 from hybridflow.algorithms.advantages.gae import GAE
 from hybridflow.algorithms.advantages.gdpo import GDPO
-from hybridflow.algorithms.advantages.gpg import GPG
-from hybridflow.algorithms.advantages.grpo import GRPO, DrGRPO
+from hybridflow.algorithms.advantages.grpo import GPG, GRPO, OPO, RLOO, DrGRPO
 from hybridflow.algorithms.advantages.grpo_passk import GRPOPassK
-from hybridflow.algorithms.advantages.opo import OPO
-from hybridflow.algorithms.advantages.reinforce import Reinforce
-from hybridflow.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
-from hybridflow.algorithms.advantages.remax import ReMax
-from hybridflow.algorithms.advantages.rloo import RLOO
+from hybridflow.algorithms.advantages.reinforce import (
+    Reinforce,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
 from hybridflow.algorithms.advantages.safe_rlhf import SafeRLHF
 from hybridflow.algorithms.losses.cispo import CISPO
 from hybridflow.algorithms.losses.distillation import GKD
