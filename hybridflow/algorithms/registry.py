@@ -9,9 +9,7 @@ from typing import Any, TypeVar
 
 from hybridflow.algorithms.advantages.estimator import Estimator, UserEstimator
 from hybridflow.algorithms.advantages.gae import GAE
-from hybridflow.algorithms.advantages.gdpo import GDPO
-from hybridflow.algorithms.advantages.grpo import GPG, GRPO, OPO, RLOO, DrGRPO
-from hybridflow.algorithms.advantages.grpo_passk import GRPOPassK
+from hybridflow.algorithms.advantages.grpo import GDPO, GPG, GRPO, OPO, RLOO, DrGRPO, GRPOPassK
 from hybridflow.algorithms.advantages.reinforce import (
     Reinforce,
     ReinforcePlusPlus,
@@ -19,17 +17,14 @@ from hybridflow.algorithms.advantages.reinforce import (
     ReMax,
 )
 from hybridflow.algorithms.advantages.safe_rlhf import SafeRLHF
-from hybridflow.algorithms.losses.cispo import CISPO
 from hybridflow.algorithms.losses.distillation import GKD
-from hybridflow.algorithms.losses.geo_mean import GMPO
-from hybridflow.algorithms.losses.gspo import GSPO
+from hybridflow.algorithms.losses.gspo import GMPO, GSPO
 from hybridflow.algorithms.losses.loss import Loss, UserLoss
 from hybridflow.algorithms.losses.policy import PolicyLoss, UserTokenLoss, columns_of
-from hybridflow.algorithms.losses.ppo import PPO
+from hybridflow.algorithms.losses.ppo import PPO, SAPO
 from hybridflow.algorithms.losses.preference import DPO, BradleyTerry
 from hybridflow.algorithms.losses.pretrain import PretrainLoss, SFTLoss
-from hybridflow.algorithms.losses.reinforce_loss import ReinforceLoss
-from hybridflow.algorithms.losses.sapo import SAPO
+from hybridflow.algorithms.losses.reinforce_loss import CISPO, ReinforceLoss
 from hybridflow.algorithms.losses.value import ValueLoss
 from hybridflow.errors import ConfigError, nearest
 

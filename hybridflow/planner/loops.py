@@ -69,12 +69,6 @@ def as_loop(graph: Graph, group: str | None = None, ahead: int = 0, continuous: 
     return replace(graph, calls=made, edges=tuple(edges), models=models, offload=waits)
 
 
-def _free_name(graph: Graph) -> str:
-    """Of a group of its own for generation."""
-    taken = {call.group for call in graph.calls}
-    return next(name for at in itertools.count(1) if (name := ROLLOUT if at == 1 else f"{ROLLOUT}_{at}") not in taken)
-
-
 def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness: int | None = None) -> list[LoopPrice]:
     """The four loops, in the order above. `own` is the placement of the graph as it is; `staleness` bounds split and
     streamed (None: that of the loop, at least 1)."""
@@ -83,7 +77,9 @@ def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness
     except PlacementError as error:
         return [LoopPrice(name, against=str(error)) for name in ("colocated", "split", "streamed", "elastic")]
     bound = max(1, calls[0].ahead) if staleness is None else staleness
-    apart = calls[0].group if calls[0].group != trained else _free_name(costs.graph)
+    taken, names = {call.group for call in costs.graph.calls}, (f"{ROLLOUT}_{at}" for at in itertools.count(2))
+    free = next(name for name in itertools.chain([ROLLOUT], names) if name not in taken)
+    apart = calls[0].group if calls[0].group != trained else free
 
     def placed(name: str, graph: Graph, *more: Constraint) -> LoopPrice:
         calls, _ = generating_calls(graph)

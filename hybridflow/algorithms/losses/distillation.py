@@ -68,7 +68,8 @@ class GKD(AggregatedLoss):
             teacher = outputs["ref_logits"]
             token_loss = logits.sum(self._summed, teacher, mask=mask)
         else:
-            ids, top, tail = (self._column(rows, name) for name in TOP_K)
+            columns: Any = [rows.peek(name) for name in TOP_K]
+            ids, top, tail = (column.values for column in columns)
             log_p = logits.log_probs_and_rest(ids, mask)
             log_q = torch.cat([top, tail[:, None]], -1).to(log_p.dtype)
             token_loss = self._summed(log_p, torch.where(mask.values[:, None], log_q, 0.0))
@@ -78,7 +79,3 @@ class GKD(AggregatedLoss):
 
     def _summed(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return divergence(log_p, log_q, self.beta).sum(-1)
-
-    @staticmethod
-    def _column(rows: Batch, name: str) -> Any:
-        return rows.peek(name).values  # type: ignore[union-attr]

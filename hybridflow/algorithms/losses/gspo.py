@@ -1,4 +1,4 @@
-"""GSPO's policy loss: ratio and clip per sequence. Shapes: B rows, R response tokens, N those of all rows."""
+"""GSPO's and GMPO's policy losses: one ratio per sequence. Shapes: B rows, R response tokens, N those of all rows."""
 
 from __future__ import annotations
 
@@ -34,3 +34,35 @@ class GSPO(PolicyLoss):
         plain = -a * ratio
         bounded = -a * ratio.clamp(1.0 - self.clip, 1.0 + self.clip_high)
         return TokenLoss(torch.maximum(plain, bounded), (bounded > plain).to(plain.dtype), policy_kl(change))
+
+
+@settings
+class GMPO(PolicyLoss):
+    """The surrogate with the geometric mean of the clipped token ratios:
+
+        d_t  = log_probs_t - old_log_probs_t
+        A    = mean over the row's valid tokens of the advantages
+        c_t  = min(d_t, clip_high) where A > 0, max(d_t, -clip) where A < 0        (clip_high defaults to clip)
+        loss = -A * exp(mean over the row's valid tokens of c_t)
+
+    Every valid token of a row has the row's loss, so that "seq-mean-token-mean", the default here, is the paper's mean
+    over rows. The paper has one advantage per row; where tokens differ, sign and size are those of their mean (verl
+    clips each token by the sign of its own). A `rollout_correction` of level "token" weighs the row's loss at each
+    token, so that the row gets the arithmetic mean of these weights, not their geometric one. Ranges are of the
+    log-ratio: 0.4 is (e^-0.4, e^0.4) of the ratio. A token counts as clipped when a clip takes its gradient.
+    Zhao et al., "Geometric-mean policy optimization" (2025), arXiv 2507.20673."""
+
+    clip: Positive = 0.4
+    clip_high: Positive | None = None
+    default_aggregation = "seq-mean-token-mean"
+
+    def token_loss(self, log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged, mask: Ragged) -> TokenLoss:
+        high = self.clip if self.clip_high is None else self.clip_high
+        change = log_ratio(log_probs, old_log_probs)
+        of_row = sequence_mean(advantages.values, mask)
+        sign = mask.expand(of_row.sign())
+        bounded = torch.where(sign > 0, change.clamp(max=high), change.clamp(min=-self.clip))
+        bounded = torch.where(sign == 0, 0.0, bounded)
+        loss = mask.expand(-of_row * sequence_mean(bounded, mask).exp())
+        clipped = ((sign > 0) & (change > high)) | ((sign < 0) & (change < -self.clip))
+        return TokenLoss(loss, clipped.to(loss.dtype), policy_kl(change))
