@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.estimator import Estimator
-from hybridflow.algorithms.advantages.token_rewards import token_rewards
+from hybridflow.algorithms.advantages.token_rewards import RunningNorm, token_rewards
 from hybridflow.algorithms.kl import AdaptiveKL, Controller, check_kl_kind, kl_estimate
 from hybridflow.algorithms.masked import finite_column, mask_column, with_bool_mask
 from hybridflow.algorithms.registry import find_estimator
-from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged

@@ -8,23 +8,15 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hybridflow.algorithms.advantages.estimator import Estimator, UserEstimator
-from hybridflow.algorithms.advantages.gae import GAE
+from hybridflow.algorithms.advantages.gae import GAE, SafeRLHF
 from hybridflow.algorithms.advantages.grpo import GDPO, GPG, GRPO, OPO, RLOO, DrGRPO, GRPOPassK
-from hybridflow.algorithms.advantages.reinforce import (
-    Reinforce,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    ReMax,
-)
-from hybridflow.algorithms.advantages.safe_rlhf import SafeRLHF
+from hybridflow.algorithms.advantages.reinforce import Reinforce, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from hybridflow.algorithms.losses.distillation import GKD
-from hybridflow.algorithms.losses.gspo import GMPO, GSPO
 from hybridflow.algorithms.losses.loss import Loss, UserLoss
 from hybridflow.algorithms.losses.policy import PolicyLoss, UserTokenLoss, columns_of
-from hybridflow.algorithms.losses.ppo import PPO, SAPO
+from hybridflow.algorithms.losses.ppo import CISPO, GMPO, GSPO, PPO, SAPO, ReinforceLoss
 from hybridflow.algorithms.losses.preference import DPO, BradleyTerry
 from hybridflow.algorithms.losses.pretrain import PretrainLoss, SFTLoss
-from hybridflow.algorithms.losses.reinforce_loss import CISPO, ReinforceLoss
 from hybridflow.algorithms.losses.value import ValueLoss
 from hybridflow.errors import ConfigError, nearest
 

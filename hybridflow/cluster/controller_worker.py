@@ -10,10 +10,10 @@ from typing import Any
 from hybridflow.algorithms.advantage import AdvantageCall
 from hybridflow.algorithms.advantages.estimator import Estimator
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter, filter_groups
+from hybridflow.algorithms.advantages.token_rewards import RunningNorm
 from hybridflow.algorithms.kl import AdaptiveKL, Controller
 from hybridflow.algorithms.masked import or_sampled
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
-from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord
 from hybridflow.data.encoded_image import EncodedImage

@@ -3,8 +3,8 @@
 `describe` has the inputs: cluster, workload, the calls of an iteration, sizes of models, meshes, the user's
 constraints. `cost` prices them in seconds and bytes: read `costs` first, then `call_cost`, `device_memory`,
 `reallocation_cost` and `timeline`. `search` finds the placement: `planning` is the entry; `auto_mapping` (HybridFlow)
-places groups by the cost of `stages`, `call_search` (ReaL) places calls, `similarity` (PUZZLE) cuts groups that share
-all devices, `symmetric` cuts all models alike. `explain` says what does not fit, and what lost; `loops` prices the
+places groups by the cost of `stages`, `call_search` (ReaL) places calls, `all_devices` (PUZZLE, and
+symmetric plans) cuts groups that share all devices. `explain` says what does not fit, and what lost; `loops` prices the
 workload as another loop. On their own: `stream_simulation`, loops whose generation runs ahead of training by the rules
 of `admission`; `elastic`, devices that move between both; `pipeline`, schedules; `checkpoint_interval`."""
 

@@ -33,14 +33,7 @@ from hybridflow.models.images import PIXELS
 from hybridflow.settings import by_name, is_number, local_path
 from hybridflow.tracking.displays import LivePlot, RunDisplay, drawn_curve
 from hybridflow.tracking.kept_files import KeptFiles, as_document, as_line, checked_state
-from hybridflow.tracking.metric_loggers import (
-    Destinations,
-    LoggerThread,
-    Metrics,
-    as_table,
-    find_loggers,
-    resolve,
-)
+from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, as_table, find_loggers, resolve
 from hybridflow.tracking.report.record import EventRecorder
 from hybridflow.tracking.report.run_files import RunFiles
 from hybridflow.tracking.run_lock import RunLock

@@ -27,11 +27,10 @@ from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
 from hybridflow.planner.loops import needed_staleness, price_loops
+from hybridflow.planner.search.all_devices import compared_with, heuristic_map, similarity_map
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
 from hybridflow.planner.search.deadline import NEVER, Deadline, TimeUpError
-from hybridflow.planner.search.similarity import similarity_map
-from hybridflow.planner.search.symmetric import compared_with, heuristic_map
 from hybridflow.settings import require
 
 Explained = tuple[ExecutionPlan, str]
@@ -71,7 +70,7 @@ def plan(
     Each further layout of a group must shorten the iteration by more than the predictions' error
     (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks for
     one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity" and "heuristic" (an expert's plan, see `search.symmetric`), which put all groups on all devices. Idle
+    "similarity" and "heuristic" (an expert's plan, see `search.all_devices`), which put all groups on all devices. Idle
     models of `Graph.offload` wait in host memory where that pays. Where nothing fits otherwise, ranks share rows (cp),
     unless `share_rows=False`.
 
