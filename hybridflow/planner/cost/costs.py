@@ -103,10 +103,10 @@ class Costs:
         self._known = Remembered()
         measured = profile is not None and profile.latency is not None  # such messages include their launches
         self._launching = replace(coefficients, latency=0.0) if measured else coefficients
-        self._constrain(constraints)
-
-    def _constrain(self, constraints: Iterable[Constraint]) -> None:
         self.constraints = tuple(constraints)
+        self._constrain()
+
+    def _constrain(self) -> None:
         self.rules = rules = Rules(self.constraints, self.graph.groups, self.cluster.size)
         for group, pin in rules.pins.items():
             check_pin(pin, self.graph, self.backends[group], self.cluster, one_layout=group in rules.one_layout)
@@ -120,21 +120,20 @@ class Costs:
 
     def keeping(self, *constraints: Constraint) -> Costs:
         """The same prices under other constraints."""
-        other = copy(self)
-        other._constrain(constraints)
-        return other
+        return self._but(constraints=constraints)
 
     def offloading(self, groups: Iterable[str]) -> Costs:
         """With these groups away between their calls, beside those of the driver and of pins."""
-        other = copy(self)
-        other._sent = frozenset(groups)
-        other._constrain(self.constraints)
-        return other
+        return self._but(_sent=frozenset(groups))
 
     def sharing_rows(self) -> Costs:
         """With any power of two of ranks that share rows."""
+        return self._but(contexts=tuple(powers(self.cluster.size)))
+
+    def _but(self, **changes: Any) -> Costs:
         other = copy(self)
-        other.contexts = tuple(powers(self.cluster.size))
+        vars(other).update(changes)
+        other._constrain()
         return other
 
     def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Costs:
