@@ -312,8 +312,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
     for target in (given.save, given.chart):
         _check_target(target)
     from hybridflow.placement import loop_table
-    from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-    from hybridflow.planner.cost.layer_profile import LayerProfile
+    from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile
     from hybridflow.tracing.auto import plan_driver
 
     driver, how = _traced(given, rest)

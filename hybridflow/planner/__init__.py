@@ -19,8 +19,7 @@ from hybridflow.planner.checkpoint_interval import (
     effective_share,
 )
 from hybridflow.planner.cost.calibration import Observation, calibrate
-from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import Coefficients, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import Parallel

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms.losses.loss import AggregatedLoss, Outputs, Share, TokenWeights, Totals
 from hybridflow.algorithms.masked import response_mask
 from hybridflow.batch.batch import Batch
 from hybridflow.settings import Finite, settings
+
+
+def negative_log_likelihood(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """[N]: -log p of each token, in nats, differentiable; exactly 0 at masked tokens. `mask` [N] bool."""
+    return -torch.where(mask, log_probs, 0.0)
 
 
 @settings
@@ -24,7 +30,7 @@ class PretrainLoss(AggregatedLoss):
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         mask = response_mask(rows)
-        token_loss = -torch.where(mask.values, outputs["log_probs"].values, 0.0)
+        token_loss = negative_log_likelihood(outputs["log_probs"].values, mask.values)
         share = self.reduce(token_loss, TokenWeights(mask, totals))
         return self.coef * share, {self.figure: share.detach()}
 

@@ -18,8 +18,7 @@ from hybridflow.planner.cost import device_memory as memory
 from hybridflow.planner.cost.backends import MEGATRON, Backend, check_pin, check_split
 from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
 from hybridflow.planner.cost.device_memory import DeviceMemory
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile, LinkModel
 from hybridflow.planner.cost.pipeline_cost import CallContext
 from hybridflow.planner.cost.reallocation_cost import CONTROLLER, Read, arrival, reads, reallocation
 from hybridflow.planner.cost.timeline import Contention, Timeline, simulate

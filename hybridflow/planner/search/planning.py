@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import GIB, Bar, CallLayout, CallPlacement, GroupPlacement, Placement
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
