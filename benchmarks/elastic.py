@@ -40,9 +40,8 @@ from benchmarks.stream_runs import PROMPT, SEED, TEXT, Job, LongTailedRollout, m
 from benchmarks.timelines import Bar, picture
 from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic import gain
-from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import ElasticRun, best_static, simulate_elastic
+from hybridflow.planner.elastic.simulation import ElasticRun, Measured, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds, Switch
 
 HOSTS = 4

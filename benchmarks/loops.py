@@ -35,8 +35,7 @@ from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
 from hybridflow.planner import ResponseLengths, Workload
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.hardware import DEFAULT
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import DEFAULT, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel

@@ -32,8 +32,7 @@ from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.hardware import DEFAULT
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import DEFAULT, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel

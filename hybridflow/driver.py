@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.algorithms.advantages.estimator import Estimator
+from hybridflow.algorithms.advantages.token_rewards import RunningNorm
 from hybridflow.algorithms.kl import AdaptiveKL
-from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
@@ -172,8 +172,7 @@ def together(*updates: Future) -> tuple[Future, ...]:
     session = Session.current()
     good = len(updates) > 1 and all(isinstance(update, Future) and update.outputs for update in updates)
     require(
-        good,
-        "together(...) takes two updates or more, such as actor.update_actor(...) and critic.update_critic(...).",
+        good, "together(...) takes two updates or more, such as actor.update_actor(...) and critic.update_critic(...)."
     )
     origins = [update.outputs[0].origin for update in updates]
     for origin in origins:

@@ -1,10 +1,11 @@
-"""Advantage estimators (advantages/) and losses (losses/), one per file with formula and citation.
+"""Advantage estimators (advantages/) and losses (losses/): one or one family per file, with formula and citation.
 
 Each is a frozen value of its options that is called with tensors; `registry.py` has their names. To add one, write its
 file and name it there. A user's function can replace each.
 """
 
-from hybridflow.algorithms.advantages.safe_rlhf import Lagrange as Lagrange
+from hybridflow.algorithms.advantages.gae import Lagrange as Lagrange
+from hybridflow.algorithms.advantages.token_rewards import RunningNorm as RunningNorm
 from hybridflow.algorithms.kl import AdaptiveKL as AdaptiveKL
 from hybridflow.algorithms.logits import Logits as Logits
 from hybridflow.algorithms.losses.loss import Totals as Totals
@@ -37,4 +38,3 @@ from hybridflow.algorithms.registry import SFTLoss as SFTLoss
 from hybridflow.algorithms.registry import ValueLoss as ValueLoss
 from hybridflow.algorithms.registry import policy_loss as policy_loss
 from hybridflow.algorithms.registry import value_loss as value_loss
-from hybridflow.algorithms.reward_norm import RunningNorm as RunningNorm

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.estimator import Estimator
-from hybridflow.algorithms.advantages.token_rewards import token_rewards
+from hybridflow.algorithms.advantages.token_rewards import RunningNorm, token_rewards
 from hybridflow.algorithms.kl import AdaptiveKL, Controller, check_kl_kind, kl_estimate
 from hybridflow.algorithms.masked import finite_column, mask_column, with_bool_mask
 from hybridflow.algorithms.registry import find_estimator
-from hybridflow.algorithms.reward_norm import RunningNorm
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
@@ -45,7 +44,7 @@ def compute_advantage(
     or option, or `kl` without `kl_coef`; MissingColumnError; EmptyBatchError; BatchError when a reward, another column
     or a result is not finite, and by an estimator over groups when every group has one row. An `AdaptiveKL` or
     `Lagrange` learns only from a call that succeeds."""
-    return AdvantageCall.of(estimator, options, kl_coef, kl, reward_norm)(batch)
+    return AdvantageCall(find_estimator(estimator, options), kl_coef, kl, reward_norm)(batch)
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,6 @@ class AdvantageCall:
     kl_coef: float | AdaptiveKL | None = None
     kl: str | None = None
     reward_norm: RunningNorm | None = None
-
-    @classmethod
-    def of(
-        cls,
-        estimator: str | Estimator | Callable[..., Any],
-        options: Mapping[str, Any],
-        kl_coef: float | AdaptiveKL | None = None,
-        kl: str | None = None,
-        reward_norm: RunningNorm | None = None,
-    ) -> AdvantageCall:
-        return cls(find_estimator(estimator, options), kl_coef, kl, reward_norm)
 
     def __post_init__(self) -> None:
         if self.reward_norm is not None:
@@ -180,24 +168,23 @@ def _columns(found: Estimator, result: Any, mask: Ragged) -> dict[str, Tensor | 
             f"advantage estimator {found.name!r} returned {given}: it must return (advantages, returns), or a mapping "
             f"of {wanted}. Name further columns in its attribute `writes`."
         )
-    return {name: _column(found.name, name, result[name], mask) for name in wanted}
-
-
-def _column(estimator: str, name: str, column: Any, mask: Ragged) -> Tensor | Ragged:
-    per_token = isinstance(column, Ragged)
-    flat = column.values if per_token else column
-    fits = column.offsets.equal(mask.offsets) if per_token else isinstance(flat, Tensor) and len(flat) == len(mask)
-    if not fits or flat.ndim != 1 or (name in ("advantages", "returns") and not per_token):
-        raise BatchError(
-            f"advantage estimator {estimator!r} returned {name} {column if per_token else type(column).__name__}, the "
-            f"response is {mask}: advantages and returns must be ragged like it, other columns that or [rows]."
-        )
-    flat = (torch.where(mask.values, flat, 0.0) if per_token else flat).to(torch.float32)
-    if not bool(torch.isfinite(flat).all()):
-        at = int((~torch.isfinite(flat)).nonzero()[0, 0])
-        row = int(mask.row_index()[at]) if per_token else at
-        raise BatchError(
-            f"advantage estimator {estimator!r}: {name} of row {row} is {float(flat[at])}. The rewards are finite: "
-            f"look at what else it reads, and at what it computes."
-        )
-    return mask.with_values(flat) if per_token else flat
+    out: dict[str, Tensor | Ragged] = {}
+    for name in wanted:
+        column, per_token = result[name], isinstance(result[name], Ragged)
+        flat = column.values if per_token else column
+        fits = column.offsets.equal(mask.offsets) if per_token else isinstance(flat, Tensor) and len(flat) == len(mask)
+        if not fits or flat.ndim != 1 or (name in ("advantages", "returns") and not per_token):
+            raise BatchError(
+                f"advantage estimator {found.name!r} returned {name} {column if per_token else type(column).__name__}, "
+                f"the response is {mask}: advantages and returns must be ragged like it, other columns that or [rows]."
+            )
+        flat = (torch.where(mask.values, flat, 0.0) if per_token else flat).to(torch.float32)
+        if not bool(torch.isfinite(flat).all()):
+            at = int((~torch.isfinite(flat)).nonzero()[0, 0])
+            row = int(mask.row_index()[at]) if per_token else at
+            raise BatchError(
+                f"advantage estimator {found.name!r}: {name} of row {row} is {float(flat[at])}. The rewards are "
+                f"finite: look at what else it reads, and at what it computes."
+            )
+        out[name] = mask.with_values(flat) if per_token else flat
+    return out

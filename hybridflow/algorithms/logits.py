@@ -20,7 +20,7 @@ BLOCK_BYTES = 16 << 20
 """Size of a float32 block [n, C]. `sum` and its backward pass hold as many as its function has intermediate results,
 whatever the number of tokens: up to 20 in GKD's."""
 LEAST = 1e-30  # probability of the rest of the vocabulary, where it has none
-_LOWEST = -1e4  # log-probability of a token that cannot be drawn; its probability is 0
+LOWEST = -1e4  # log-probability of a token that cannot be drawn: an infinity times its probability, 0, would be nan
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Logits:
 
     def entropy(self, mask: Any = None) -> Tensor:
         """[N], in nats, differentiable."""
-        return self.sum(lambda log_p: -(log_p.exp() * log_p.clamp(min=_LOWEST)).sum(-1), mask=mask)
+        return self.sum(lambda log_p: -(log_p.exp() * log_p.clamp(min=LOWEST)).sum(-1), mask=mask)
 
     @torch.no_grad()
     def top_k(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,11 +234,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):  # type: ignore[override]
         return ctx.saved[0].backward(*ctx.saved[1:], d_out), None, None, None, None
-
-
-def lowest(log_q: Tensor) -> Tensor:
-    """Log-probabilities without an infinity, which would be nan when multiplied with its probability, 0."""
-    return log_q.clamp(min=_LOWEST)
 
 
 def _flat(column: Any) -> Tensor:

@@ -114,9 +114,8 @@ def _by_source(batch: Batch, mask: Ragged | None) -> dict[str, float]:
     for kind in kinds:
         rows = [i for i, name in enumerate(names) if name == kind]
         part, its = batch.reorder(rows), None if mask is None else Batch({"mask": mask}).reorder(rows)["mask"]
-        found = _score_metrics(part, "rewards", "reward", its)
+        found = {"share": len(rows) / len(batch), **_score_metrics(part, "rewards", "reward", its)}
         found |= _lengths(part, None) if "response_ids" in part else {}
-        found |= {"share": len(rows) / len(batch)}
         for name, own in (("share", "share"), ("reward/mean", "reward_mean"), ("response/length_mean", "length_mean")):
             if name in found:
                 out[f"source/{kind}/{own}"] = found[name]

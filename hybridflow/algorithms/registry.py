@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hybridflow.algorithms.advantages.estimator import Estimator, UserEstimator
-from hybridflow.algorithms.advantages.gae import GAE
-from hybridflow.algorithms.advantages.gdpo import GDPO
-from hybridflow.algorithms.advantages.gpg import GPG
-from hybridflow.algorithms.advantages.grpo import GRPO, DrGRPO
-from hybridflow.algorithms.advantages.grpo_passk import GRPOPassK
-from hybridflow.algorithms.advantages.opo import OPO
-from hybridflow.algorithms.advantages.reinforce import Reinforce
-from hybridflow.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
-from hybridflow.algorithms.advantages.remax import ReMax
-from hybridflow.algorithms.advantages.rloo import RLOO
-from hybridflow.algorithms.advantages.safe_rlhf import SafeRLHF
-from hybridflow.algorithms.losses.cispo import CISPO
+from hybridflow.algorithms.advantages.gae import GAE, SafeRLHF
+from hybridflow.algorithms.advantages.grpo import GDPO, GPG, GRPO, OPO, RLOO, DrGRPO, GRPOPassK
+from hybridflow.algorithms.advantages.reinforce import Reinforce, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from hybridflow.algorithms.losses.distillation import GKD
-from hybridflow.algorithms.losses.geo_mean import GMPO
-from hybridflow.algorithms.losses.gspo import GSPO
 from hybridflow.algorithms.losses.loss import Loss, UserLoss
 from hybridflow.algorithms.losses.policy import PolicyLoss, UserTokenLoss, columns_of
-from hybridflow.algorithms.losses.ppo import PPO
+from hybridflow.algorithms.losses.ppo import CISPO, GMPO, GSPO, PPO, SAPO, ReinforceLoss
 from hybridflow.algorithms.losses.preference import DPO, BradleyTerry
 from hybridflow.algorithms.losses.pretrain import PretrainLoss, SFTLoss
-from hybridflow.algorithms.losses.reinforce_loss import ReinforceLoss
-from hybridflow.algorithms.losses.sapo import SAPO
 from hybridflow.algorithms.losses.value import ValueLoss
 from hybridflow.errors import ConfigError, nearest
 
@@ -71,8 +59,7 @@ T = TypeVar("T")
 def find_estimator(estimator: str | Estimator | Callable[..., Any], options: Mapping[str, Any]) -> Estimator:
     """An advantage estimator as it is, by its name with options, or a user's function with options. Errors: ConfigError
     for an unknown name or option, with the nearest known one, and an option out of range."""
-    known = _known("advantage estimator", estimator, options, ESTIMATORS, Estimator)
-    if known is not None:
+    if (known := _known("advantage estimator", estimator, options, ESTIMATORS, Estimator)) is not None:
         return known
     check_options("advantage estimator", estimator, options, inputs=2)
     return UserEstimator(estimator, options)  # type: ignore[arg-type]  a function
@@ -94,24 +81,23 @@ def policy_loss(loss: str | Loss | Callable[..., Any] = "ppo", **options: Any) -
     `f(outputs, rows, totals, **options)` gives the micro-batch's share of the whole loss, a scalar or (scalar,
     metrics). It may carry attributes `reads` (default: every column) and `outputs` (default: "log_probs"). Errors:
     ConfigError for an unknown name or option, with the nearest known one, or an option out of range."""
-    known = _known("policy loss", loss, options, POLICY_LOSSES, Loss)
-    if known is not None:
+    if (known := _known("policy loss", loss, options, POLICY_LOSSES, Loss)) is not None:
         return known
     function: Any = loss
     if next(iter(inspect.signature(function).parameters), "") != "log_probs":
         check_options("policy loss", function, options, inputs=3)
         return UserLoss(function, options, ("log_probs",))
-    shared = {name: value for name, value in options.items() if name in PolicyLoss.shared()}
+    every = {field.name for field in fields(PolicyLoss)}  # type: ignore[arg-type]
+    shared = {name: value for name, value in options.items() if name in every}
     own = {name: value for name, value in options.items() if name not in shared}
-    check_options("policy loss", function, own, inputs=len(columns_of(function)), shared=PolicyLoss.shared())
+    check_options("policy loss", function, own, inputs=len(columns_of(function)), shared=every)
     return UserTokenLoss(function=function, options=own, **shared)
 
 
 def value_loss(loss: str | Loss | Callable[..., Any] = "value", **options: Any) -> Loss:
     """The loss of a critic: `ValueLoss(...)`, "value" or "bradley_terry" (of a reward model) with options, or a user's
     `f(outputs, rows, totals, **options)`, whose `outputs` are "values" by default. Errors: those of `policy_loss`."""
-    known = _known("value loss", loss, options, VALUE_LOSSES, Loss)
-    if known is not None:
+    if (known := _known("value loss", loss, options, VALUE_LOSSES, Loss)) is not None:
         return known
     check_options("value loss", loss, options, inputs=3)
     return UserLoss(loss, options, ("values",))  # type: ignore[arg-type]  a function

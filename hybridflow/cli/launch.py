@@ -96,7 +96,7 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True, placemen
     display = None
     try:
         name = str(read_settings(*driver.defaults, arguments=arguments).get("name", "")) if driver.defaults else ""
-        from hybridflow.tracking.console import StartDisplay  # late: --help and wrong settings are quick
+        from hybridflow.tracking.displays import StartDisplay  # late: --help and wrong settings are quick
 
         display = StartDisplay(run_directory(name or Path(driver.file).stem))
         with listening(display):

@@ -28,7 +28,7 @@ from hybridflow.engines.profile import BIG, EngineProbe, Points
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import Head, ModelSpec
-from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, Pass, architecture
+from hybridflow.planner.cost.hardware import Curve, LayerProfile, Pass, architecture
 from hybridflow.planner.describe.cluster_spec import known_device, slowed
 from hybridflow.planner.describe.mesh import powers
 from hybridflow.protocols.operation import register

@@ -10,10 +10,11 @@ from typing import Any
 from hybridflow.algorithms.advantage import AdvantageCall
 from hybridflow.algorithms.advantages.estimator import Estimator
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter, filter_groups
+from hybridflow.algorithms.advantages.token_rewards import RunningNorm
 from hybridflow.algorithms.kl import AdaptiveKL, Controller
 from hybridflow.algorithms.masked import or_sampled
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
-from hybridflow.algorithms.reward_norm import RunningNorm
+from hybridflow.algorithms.registry import find_estimator
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord
 from hybridflow.data.encoded_image import EncodedImage
@@ -23,7 +24,8 @@ from hybridflow.protocols.transfer_protocols import ONE_TO_ONE
 
 
 def _advantage(call: Settings) -> AdvantageCall:
-    return AdvantageCall.of(call["estimator"], call["options"], call["kl_coef"], call["kl"], call["reward_norm"])
+    estimator = find_estimator(call["estimator"], call["options"])
+    return AdvantageCall(estimator, call["kl_coef"], call["kl"], call["reward_norm"])
 
 
 _TRAJECTORIES = ("trajectory_id?", "row_id?", "group_id?")
@@ -54,7 +56,7 @@ class ControllerWorker:
         options: dict[str, Any],
         reward_norm: RunningNorm | None = None,
     ) -> Batch:
-        call = AdvantageCall.of(estimator, options, kl_coef, kl, reward_norm)
+        call = AdvantageCall(find_estimator(estimator, options), kl_coef, kl, reward_norm)
         restored = [*self._restored]
         for controller in call.controllers:
             controller.state = self._state_of(controller, restored)

@@ -3,11 +3,10 @@
 `describe` has the inputs: cluster, workload, the calls of an iteration, sizes of models, meshes, the user's
 constraints. `cost` prices them in seconds and bytes: read `costs` first, then `call_cost`, `device_memory`,
 `reallocation_cost` and `timeline`. `search` finds the placement: `planning` is the entry; `auto_mapping` (HybridFlow)
-places groups by the cost of `stages`, `call_search` (ReaL) places calls, `similarity` (PUZZLE) cuts groups that share
-all devices, `symmetric` cuts all models alike, `offloading` sends idle models to host memory. `explain` says what does
-not fit, and what lost; `loops` prices the workload as another loop. On their own: `stream_simulation`, loops whose
-generation runs ahead of training by the rules of `admission`; `elastic`, devices that move between both; `pipeline`,
-schedules; `checkpoint_interval`."""
+places groups by the cost of `stages`, `call_search` (ReaL) places calls, `all_devices` (PUZZLE, and
+symmetric plans) cuts groups that share all devices. `explain` says what does not fit, and what lost; `loops` prices the
+workload as another loop. On their own: `stream_simulation`, loops whose generation runs ahead of training by the rules
+of `admission`; `elastic`, devices that move between both; `pipeline`, schedules; `checkpoint_interval`."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from hybridflow.planner.checkpoint_interval import (
     effective_share,
 )
 from hybridflow.planner.cost.calibration import Observation, calibrate
-from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import Coefficients, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import Parallel

@@ -69,12 +69,6 @@ def as_loop(graph: Graph, group: str | None = None, ahead: int = 0, continuous: 
     return replace(graph, calls=made, edges=tuple(edges), models=models, offload=waits)
 
 
-def _free_name(graph: Graph) -> str:
-    """Of a group of its own for generation."""
-    taken = {call.group for call in graph.calls}
-    return next(name for at in itertools.count(1) if (name := ROLLOUT if at == 1 else f"{ROLLOUT}_{at}") not in taken)
-
-
 def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness: int | None = None) -> list[LoopPrice]:
     """The four loops, in the order above. `own` is the placement of the graph as it is; `staleness` bounds split and
     streamed (None: that of the loop, at least 1)."""
@@ -83,16 +77,25 @@ def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness
     except PlacementError as error:
         return [LoopPrice(name, against=str(error)) for name in ("colocated", "split", "streamed", "elastic")]
     bound = max(1, calls[0].ahead) if staleness is None else staleness
-    apart = calls[0].group if calls[0].group != trained else _free_name(costs.graph)
+    tokens = costs.workload.rows * costs.workload.tokens
+    taken, names = {call.group for call in costs.graph.calls}, (f"{ROLLOUT}_{at}" for at in itertools.count(2))
+    free = next(name for name in itertools.chain([ROLLOUT], names) if name not in taken)
+    apart = calls[0].group if calls[0].group != trained else free
 
     def placed(name: str, graph: Graph, *more: Constraint) -> LoopPrice:
         calls, _ = generating_calls(graph)
         try:
             same = own if graph == costs.graph else None
             kept = [one for one in costs.constraints if {*groups_of(one)} <= {*graph.groups}]
-            return _price(costs, name, calls[0], same or planned(graph, constraints=[*kept, *more]))
+            found = same or planned(graph, constraints=[*kept, *more])
         except PlacementError as error:
             return LoopPrice(name, staleness=calls[0].ahead, against=str(error))
+        at = {ranges(found.calls[calls[0].name].devices): ["generation"]}
+        for group, where in found.groups.items():
+            if costs.graph.models.get(group) is not None and group != ROLLOUT:
+                at.setdefault(ranges(where.devices), []).append(group)
+        devices = "; ".join(f"{', '.join(groups)} on {where}" for where, groups in at.items())
+        return LoopPrice(name, found.seconds, tokens / found.seconds, calls[0].ahead, devices)
 
     against = "the bound on staleness is 0" if not bound else "it generates in several calls" if calls[1:] else ""
     split = as_loop(costs.graph, apart, min(bound, 1))
@@ -104,15 +107,6 @@ def price_loops(costs: Costs, planned: Planned, own: Placement | None, staleness
         else placed("streamed", as_loop(costs.graph, apart, bound, continuous=True), OneLayout(apart)),
         _elastic(costs, as_loop(costs.graph)),
     ]
-
-
-def _price(costs: Costs, name: str, call: Call, placed: Placement) -> LoopPrice:
-    at = {ranges(placed.calls[call.name].devices): ["generation"]}
-    for group, where in placed.groups.items():
-        if costs.graph.models.get(group) is not None and group != ROLLOUT:
-            at.setdefault(ranges(where.devices), []).append(group)
-    devices = "; ".join(f"{', '.join(groups)} on {where}" for where, groups in at.items())
-    return LoopPrice(name, placed.seconds, _tokens(costs) / placed.seconds, call.ahead, devices)
 
 
 def _elastic(costs: Costs, graph: Graph) -> LoopPrice:
@@ -127,11 +121,7 @@ def _elastic(costs: Costs, graph: Graph) -> LoopPrice:
     rollouts = (run.devices - run.rollout * run.tp, run.devices)
     first, last = (ranges(range(*ends)) for ends in ((0, run.actor * run.mp), rollouts))
     devices = f"at the start generation on {last}, the others on {first}"
-    return LoopPrice("elastic", found.elastic, _tokens(costs) / found.elastic, 0, devices)
-
-
-def _tokens(costs: Costs) -> float:
-    return costs.workload.rows * costs.workload.tokens
+    return LoopPrice("elastic", found.elastic, costs.workload.rows * costs.workload.tokens / found.elastic, 0, devices)
 
 
 def needed_staleness(costs: Costs, plan: ExecutionPlan) -> int | None:

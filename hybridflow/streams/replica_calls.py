@@ -17,7 +17,7 @@ from hybridflow.config import Until
 from hybridflow.environments.agent import Agent
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError
 from hybridflow.models.images import GRIDS, PIXELS
-from hybridflow.planner.elastic.measured import Measured
+from hybridflow.planner.elastic.simulation import Measured
 from hybridflow.planner.elastic.state import RunningGroup
 
 PER_ROW = ("row_id", "response_index", "oldest_version", "newest_version", "recomputed_tokens", "response_tokens")

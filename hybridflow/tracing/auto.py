@@ -16,8 +16,7 @@ from hybridflow.cluster.session import Session
 from hybridflow.config import IMAGE_TOKENS, Megatron
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import Placement
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Constraint, OneLayout
 from hybridflow.planner.describe.workload import Lengths, Workload

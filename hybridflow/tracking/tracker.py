@@ -31,17 +31,9 @@ from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.models.images import PIXELS
 from hybridflow.settings import by_name, is_number, local_path
-from hybridflow.tracking.console import RunDisplay
+from hybridflow.tracking.displays import LivePlot, RunDisplay, drawn_curve
 from hybridflow.tracking.kept_files import KeptFiles, as_document, as_line, checked_state
-from hybridflow.tracking.live_plot import LivePlot, drawn_curve
-from hybridflow.tracking.metric_loggers import (
-    Destinations,
-    LoggerThread,
-    Metrics,
-    as_table,
-    find_loggers,
-    resolve,
-)
+from hybridflow.tracking.metric_loggers import Destinations, LoggerThread, Metrics, as_table, find_loggers, resolve
 from hybridflow.tracking.report.record import EventRecorder
 from hybridflow.tracking.report.run_files import RunFiles
 from hybridflow.tracking.run_lock import RunLock

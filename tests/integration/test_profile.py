@@ -13,7 +13,7 @@ from hybridflow.cli.profile_run import profile
 from hybridflow.cluster.session import Session
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.cost.layer_profile import LayerProfile, architecture
+from hybridflow.planner.cost.hardware import LayerProfile, architecture
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan

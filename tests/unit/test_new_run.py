@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cli.commands import main
-from hybridflow.cli.new_run import recipes_directory, write_recipe
+from hybridflow.cli.commands import main, recipes_directory, write_recipe
 from hybridflow.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from hybridflow.cluster import startup
-from hybridflow.tracking import console as displays
-from hybridflow.tracking.console import LastDurations, RunDisplay, StartDisplay
+from hybridflow.tracking import displays
+from hybridflow.tracking.displays import LastDurations, RunDisplay, StartDisplay
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from hybridflow.errors import ConfigError
-from hybridflow.tracking.console import RunDisplay, sparkline
+from hybridflow.tracking.displays import RunDisplay, sparkline
 from hybridflow.tracking.tracker import Tracker
 
 

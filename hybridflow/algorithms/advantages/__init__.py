@@ -1,1 +1,1 @@
-"""One advantage estimator per file, with formula and citation; `estimator` has their base."""
+"""One advantage estimator, or one family of them, per file, with formula and citation; `estimator` has their base."""

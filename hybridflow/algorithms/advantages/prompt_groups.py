@@ -109,8 +109,8 @@ class GroupEstimator(Estimator):
         return whiten(advantages, mask) if self.whitens else advantages, every_token(scores, mask)
 
     def row_advantages(self, scores: Tensor, groups: PromptGroups) -> Tensor:
-        """[B] float64: the advantage of each response, from its score [B] float and those of its group."""
-        raise NotImplementedError
+        """[B] float64: the advantage of each response, by its score [B] float: by default over its group's mean."""
+        return groups.centred(scores)
 
 
 @dataclass(frozen=True, kw_only=True)

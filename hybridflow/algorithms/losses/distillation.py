@@ -6,14 +6,14 @@ Shapes: N response tokens of all rows, C tokens of the vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.logits import lowest
+from hybridflow.algorithms.logits import LOWEST
 from hybridflow.algorithms.losses.loss import AggregatedLoss, Outputs, Share, TokenWeights, Totals
-from hybridflow.algorithms.masked import response_mask
+from hybridflow.algorithms.masked import response_mask, token_column
 from hybridflow.batch.batch import Batch
 from hybridflow.settings import Fraction, settings
 
@@ -29,7 +29,7 @@ def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
     of the policy p and the teacher q. At its ends, where it is 0, it is replaced by its slope: KL(q || p) for beta=0
     and KL(p || q) for beta=1 (as in TRL)."""
-    log_q = lowest(log_q)
+    log_q = log_q.clamp(min=LOWEST)
     if beta == 0.0:
         return log_q.exp() * (log_q - log_p)
     if beta == 1.0:
@@ -68,7 +68,7 @@ class GKD(AggregatedLoss):
             teacher = outputs["ref_logits"]
             token_loss = logits.sum(self._summed, teacher, mask=mask)
         else:
-            ids, top, tail = (self._column(rows, name) for name in TOP_K)
+            ids, top, tail = (token_column(rows, name).values for name in TOP_K)
             log_p = logits.log_probs_and_rest(ids, mask)
             log_q = torch.cat([top, tail[:, None]], -1).to(log_p.dtype)
             token_loss = self._summed(log_p, torch.where(mask.values[:, None], log_q, 0.0))
@@ -78,7 +78,3 @@ class GKD(AggregatedLoss):
 
     def _summed(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return divergence(log_p, log_q, self.beta).sum(-1)
-
-    @staticmethod
-    def _column(rows: Batch, name: str) -> Any:
-        return rows.peek(name).values  # type: ignore[union-attr]

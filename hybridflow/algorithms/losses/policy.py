@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,11 +71,6 @@ class PolicyLoss(AggregatedLoss):
                 f"reference), or 'k3' and 'abs', which are biased; or give compute_advantage(kl_coef=..., kl='k1')."
             )
         _ = RolloutCorrection.of(self.rollout_correction)
-
-    @classmethod
-    def shared(cls) -> set[str]:
-        """The options that every policy loss has."""
-        return {field.name for field in fields(PolicyLoss)}  # type: ignore[arg-type]
 
     def token_loss(self, *columns: Any) -> TokenLoss | Tensor | Ragged:
         """The loss of each token [N]."""

@@ -106,15 +106,11 @@ class BradleyTerry(PairLoss):
     outputs = ("values",)
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
-        mask, chosen, rejected = self.sides(rows)
-        y, z = (outputs["values"].values[self._last(mask, side)] for side in (chosen, rejected))
+        mask, *sides = self.sides(rows)
+        order = torch.arange(len(mask.values), device=mask.values.device)
+        last = [order.new_zeros(len(mask)).scatter_reduce(0, mask.row_index(), order * side, "amax") for side in sides]
+        y, z = (outputs["values"].values[at] for at in last)
         loss = -logsigmoid(y - z) + self.center * (y + z).square()
         share = self.shares(totals, loss=loss)["loss"]
         found = self.shares(totals, accuracy=(y > z).float(), margin=y - z, reward=0.5 * (y + z))
         return share, {f"critic/{name}": value.detach() for name, value in {"loss": share, **found}.items()}
-
-    @staticmethod
-    def _last(mask: Ragged, side: Tensor) -> Tensor:
-        """[P] int64: the last of these tokens in each row."""
-        numbers = torch.where(side, torch.arange(len(side), device=side.device), 0)
-        return numbers.new_zeros(len(mask)).scatter_reduce(0, mask.row_index(), numbers, "amax")

@@ -15,15 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 from hybridflow.config import DType
 from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.planner.cost import device_memory as memory
-from hybridflow.planner.cost.backends import MEGATRON, Backend
+from hybridflow.planner.cost.backends import MEGATRON, Backend, check_pin, check_split
 from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
-from hybridflow.planner.cost.data_edges import CONTROLLER, Read, arrival, reads
 from hybridflow.planner.cost.device_memory import DeviceMemory
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
-from hybridflow.planner.cost.layer_profile import LayerProfile
-from hybridflow.planner.cost.pins import check_pin, check_split
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile, LinkModel
 from hybridflow.planner.cost.pipeline_cost import CallContext
-from hybridflow.planner.cost.reallocation_cost import reallocation
+from hybridflow.planner.cost.reallocation_cost import CONTROLLER, Read, arrival, reads, reallocation
 from hybridflow.planner.cost.timeline import Contention, Timeline, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint, Rules
@@ -105,10 +102,10 @@ class Costs:
         self._known = Remembered()
         measured = profile is not None and profile.latency is not None  # such messages include their launches
         self._launching = replace(coefficients, latency=0.0) if measured else coefficients
-        self._constrain(constraints)
-
-    def _constrain(self, constraints: Iterable[Constraint]) -> None:
         self.constraints = tuple(constraints)
+        self._constrain()
+
+    def _constrain(self) -> None:
         self.rules = rules = Rules(self.constraints, self.graph.groups, self.cluster.size)
         for group, pin in rules.pins.items():
             check_pin(pin, self.graph, self.backends[group], self.cluster, one_layout=group in rules.one_layout)
@@ -122,21 +119,20 @@ class Costs:
 
     def keeping(self, *constraints: Constraint) -> Costs:
         """The same prices under other constraints."""
-        other = copy(self)
-        other._constrain(constraints)
-        return other
+        return self._but(constraints=constraints)
 
     def offloading(self, groups: Iterable[str]) -> Costs:
         """With these groups away between their calls, beside those of the driver and of pins."""
-        other = copy(self)
-        other._sent = frozenset(groups)
-        other._constrain(self.constraints)
-        return other
+        return self._but(_sent=frozenset(groups))
 
     def sharing_rows(self) -> Costs:
         """With any power of two of ranks that share rows."""
+        return self._but(contexts=tuple(powers(self.cluster.size)))
+
+    def _but(self, **changes: Any) -> Costs:
         other = copy(self)
-        other.contexts = tuple(powers(self.cluster.size))
+        vars(other).update(changes)
+        other._constrain()
         return other
 
     def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Costs:
@@ -213,9 +209,13 @@ class Costs:
 
     def strategies(self, group: str, mesh: Mesh, generates: bool = False) -> list[Parallel]:
         """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
-        not lie across nodes."""
+        not lie across nodes, and the ranks that may share rows are the pin's or the strategy's, else `contexts`."""
         node = math.gcd(*self.cluster.counts(mesh.devices).values())
-        model, contexts = self.graph.models[group], self._contexts(group)
+        model, pin = self.graph.models[group], self.rules.pins.get(group)
+        own = getattr(self.backends[group].strategy, "cp", 1)
+        contexts = (own,) if own > 1 else self.contexts
+        if pin is not None and pin.parallel is not None:
+            contexts = (pin.parallel.cp,)
 
         def cut() -> list[Parallel]:
             found = strategies(model, mesh.size, node)
@@ -224,13 +224,6 @@ class Costs:
             return [own for sizes in found for own in self.backends[group].layouts(model, sizes, contexts)]
 
         return self._known.once(("strategies", group, mesh.size, node, generates, contexts), cut)
-
-    def _contexts(self, group: str) -> tuple[int, ...]:
-        """Numbers of ranks that may share rows: those of the strategy or the pin, else one, or all powers of two."""
-        pin, own = self.rules.pins.get(group), getattr(self.backends[group].strategy, "cp", 1)
-        if pin is not None and pin.parallel is not None:
-            return (pin.parallel.cp,)
-        return (own,) if own > 1 else self.contexts
 
     def generation_sizes(self, group: str, mesh: Mesh, train: Parallel) -> list[Parallel]:
         """Layouts in which an engine can generate in the processes that train in `train`."""

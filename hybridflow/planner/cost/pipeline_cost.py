@@ -13,8 +13,7 @@ from functools import cached_property
 
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.planner.cost.backends import MEGATRON, Backend, Frozen, adapters
-from hybridflow.planner.cost.hardware import BYTES, Coefficients, LinkModel, Seconds
-from hybridflow.planner.cost.layer_profile import LayerProfile, Pass
+from hybridflow.planner.cost.hardware import BYTES, Coefficients, LayerProfile, LinkModel, Pass, Seconds
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Workload

@@ -1,5 +1,5 @@
 """Reallocation: seconds in which a model's weights go from one layout to another (ReaL, section 5; the transition of
-HybridFlow, section 5). Pure.
+HybridFlow, section 5), and in which columns reach the nodes of the call that reads them. Pure.
 
 Bytes come from the same weight plans that the 3D-HybridEngine executes, over a model in which the layers between two
 neighbouring stage boundaries are one tensor, and the rows of a tensor the smallest part that any rank holds."""
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
-from hybridflow.planner.describe.mesh import CallPlan
+from hybridflow.planner.describe.graph import HELPER, Graph
+from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.describe.model_sizes import Sizes, Tower
+from hybridflow.planner.describe.workload import Workload
 from hybridflow.topology import GenerationGrid, RankGrid, even_bounds
 
 Floats = NDArray[np.floating]
@@ -195,3 +197,35 @@ def reallocation(
     tensors = math.ceil(size.layers / target.parallel.p) * size.tensors + 2
     sent = max(moved.inside / link, moved.between / (cluster.bandwidth * k.network), COPIED * passed)
     return sent + FRESH * passed * fresh + tensors * TENSOR_SECONDS + moved.messages * latency, moved.busy
+
+
+CONTROLLER = Mesh.of(0, 1)
+"""Where the controller worker is, which has no device."""
+
+
+class Read(NamedTuple):
+    """Columns of `nbytes` in an iteration."""
+
+    reader: str
+    writer: str
+    nbytes: float
+
+
+def reads(graph: Graph, work: Workload) -> tuple[Read, ...]:
+    """What calls on devices read. Columns whose size the graph does not know count as nothing."""
+    found = list[Read]()
+    for edge in graph.edges:
+        known = [graph.widths[column] for column in edge.columns if column in graph.widths]
+        row = sum(one.prompt * work.prompt.mean + one.response * work.response.mean + one.row for one in known)
+        if row and (call := graph.call(edge.target)).group != HELPER:
+            found.append(Read(edge.target, edge.source, row * work.rows * call.rows))
+    return tuple(found)
+
+
+def arrival(cluster: ClusterSpec, k: Coefficients, there: Mesh, here: Mesh) -> float:
+    """Seconds of a byte that is spread over the nodes of `here`: over the network to a node that wrote none of it, else
+    through host memory."""
+    nodes = cluster.counts(here.devices)
+    if nodes.keys() - cluster.counts(there.devices).keys():
+        return 1 / len(nodes) / (cluster.bandwidth * k.network)
+    return 1 / len(nodes) / min(cluster.nodes[node].device.host for node in nodes)

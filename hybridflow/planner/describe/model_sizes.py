@@ -120,23 +120,18 @@ class Sizes:
     def held(self, p: int, t: int, experts: int, towers: int = 1) -> tuple[float, float]:
         """Elements of the stage with most on one rank, of p stages whose layers `t` ranks share, routed experts
         `experts` ranks, and the tower `towers`: outside of experts, and in them."""
-        return _held(self, p, t, experts, towers)
-
-
-@lru_cache(maxsize=4096)
-def _held(size: Sizes, p: int, t: int, experts: int, towers: int) -> tuple[float, float]:
-    bounds, stages = even_bounds(size.layers, p), list[tuple[float, float]]()
-    for stage in {0, p - 1} if not size.each else range(p):  # larger stages come first
-        first, last = bounds[stage], bounds[stage + 1]
-        routed = (last - first) * size.expert
-        layers = (last - first) * size.layer
-        if size.each:
-            layers, routed = map(sum, zip(*size.each[first:last], strict=True))
-        ends = size.embedding * (stage == 0) + (size.hidden + size.output) * (stage == p - 1)
-        outside = ends / t + size.tower.elements / towers * (stage == 0)
-        outside = size.outside_on(t, towers) if p == 1 else outside  # of one stage: a tied output is no copy
-        stages.append(((layers - routed) / t + outside, routed / experts))
-    return max(stages, key=sum)
+        bounds, stages = even_bounds(self.layers, p), list[tuple[float, float]]()
+        for stage in {0, p - 1} if not self.each else range(p):  # larger stages come first
+            first, last = bounds[stage], bounds[stage + 1]
+            routed = (last - first) * self.expert
+            layers = (last - first) * self.layer
+            if self.each:
+                layers, routed = map(sum, zip(*self.each[first:last], strict=True))
+            ends = self.embedding * (stage == 0) + (self.hidden + self.output) * (stage == p - 1)
+            outside = ends / t + self.tower.elements / towers * (stage == 0)
+            outside = self.outside_on(t, towers) if p == 1 else outside  # of one stage: a tied output is no copy
+            stages.append(((layers - routed) / t + outside, routed / experts))
+        return max(stages, key=sum)
 
 
 def _plain(model: ModelSpec) -> Sizes:

@@ -12,8 +12,7 @@ from hybridflow.placement import GIB
 from hybridflow.planner.cost.call_cost import cache_bytes, decode, prefill
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.device_memory import MAIN, weights
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile
 from hybridflow.planner.cost.reallocation_cost import reallocation
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph

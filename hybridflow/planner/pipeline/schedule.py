@@ -10,7 +10,7 @@ has no tags, and one communicator: `check_order` refuses schedules in which they
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -168,121 +168,98 @@ class PipelineTimeline:
         return max([*ends, *self.steps.values()], default=0.0)
 
 
+_Link = tuple[int, str, int]  # messages of a model in one direction, from a stage: they keep their order
+_Message = tuple[int, int]  # mini-batch and micro-batch
+_Operation = tuple[_Link, _Message]
+_Spans = dict[Instruction, StageSpan]
+_AHEAD = {"forward": 1, "backward": -1}
+"""From a stage to the one that its messages go to."""
+
+
 def simulate(schedule: Schedule, window: int = WINDOW) -> PipelineTimeline:
     """Runs the instructions of every stage in their order, each as early as its messages allow. Messages take no time.
     Errors: ConfigError when the stages wait for each other (deadlock), naming where each of them stands, for a
     computation without the message that it needs, and for messages that both sides have in unlike orders."""
-    run = _Run(schedule, window)
-    while sum(run.advance(stage) for stage in range(len(schedule.stages))):
-        pass
-    if waiting := {s: each[run.at[s]] for s, each in enumerate(schedule.stages) if run.at[s] < len(each)}:
-        raise _endless(waiting)
-    for link in {*run.sent, *run.awaited}:
-        if [message for message, _ in run.sent[link]] != [message for message, _ in run.awaited[link]]:
-            raise _unlike(link)
-    return PipelineTimeline(tuple(tuple(spans) for spans in run.spans), run.steps)
+    stages, works, last = schedule.stages, schedule.works, len(schedule.stages) - 1
+    clock, steps, computed = [0.0] * len(stages), dict[tuple[int, int], float](), [_Spans() for _ in stages]
+    finished = defaultdict[tuple[int, int], list[float]](list)
+    sent, awaited = (defaultdict[_Link, list[tuple[_Message, float]]](list) for _ in range(2))
+    announced = dict[tuple[int, Instruction], tuple[_Link, int]]()
 
-
-_Link = tuple[int, str, int]  # messages of a model in one direction, from a stage: they keep their order
-_Message = tuple[int, int]  # mini-batch and micro-batch
-
-
-class _Run:
-    """The state of a simulation: `at`, `clock` and `spans` of each stage; the messages of each link, and when each was
-    sent and announced by its receiver."""
-
-    def __init__(self, schedule: Schedule, window: int) -> None:
-        count = len(schedule.stages)
-        self.schedule, self.window, self.last = schedule, window, count - 1
-        self.at, self.clock = [0] * count, [0.0] * count
-        self.spans: list[list[StageSpan]] = [[] for _ in range(count)]
-        self.steps: dict[tuple[int, int], float] = {}
-        self.sent: dict[_Link, list[tuple[_Message, float]]] = defaultdict(list)
-        self.awaited: dict[_Link, list[tuple[_Message, float]]] = defaultdict(list)
-        self._finished: dict[tuple[int, int], list[float]] = defaultdict(list)
-        self._computed: list[set[Instruction]] = [set() for _ in range(count)]
-        self._announced: list[dict[Instruction, tuple[_Link, int]]] = [{} for _ in range(count)]
-        run_of = dict.fromkeys(COMPUTES, self._compute) | {"finish": self._finish}
-        run_of |= dict.fromkeys(SENDS.values(), self._send) | dict.fromkeys(RECEIVES.values(), self._receive)
-        self._run_of = run_of
-
-    def advance(self, stage: int) -> bool:
-        """Run the next instructions of a stage, until one has to wait for another stage; whether any ran."""
-        instructions, first, run_of = self.schedule.stages[stage], self.at[stage], self._run_of
-        for at in range(first, len(instructions)):
-            each = instructions[at]
-            if not run_of[each[0]](stage, each):
-                self.at[stage] = at
-                return at > first
-        self.at[stage] = len(instructions)
-        return first < len(instructions)
-
-    def _compute(self, stage: int, each: Instruction) -> bool:
+    def computes(stage: int, each: Instruction) -> bool:
         kind, model, step, micro = each
-        start = self.clock[stage]
-        if kind == "backward":
-            if each.of("forward") not in self._computed[stage]:
-                return False
-        elif step:
-            if (made := self.steps.get((model, step - 1))) is None:
-                return False
-            start = max(start, made)
-        if stage != (0 if kind == "forward" else self.last):
-            if (announced := self._announced[stage].get(each)) is None:
+        if step and (model, step - 1) not in steps:
+            return False
+        if kind == "backward" and each.of("forward") not in computed[stage]:
+            return False
+        start = max(clock[stage], steps.get((model, step - 1), 0.0))
+        if stage != (0 if kind == "forward" else last):
+            if (stage, each) not in announced:
                 raise ConfigError(f"stage {stage} runs {tuple(each)} without {(f'receive_{kind}', *each[1:])}.")
-            link, number = announced
-            if number >= len(self.sent[link]):
+            link, number = announced[stage, each]
+            if number >= len(sent[link]):
                 return False
-            message, arrived = self.sent[link][number]
-            if message != (step, micro):
+            if sent[link][number][0] != (step, micro):
                 raise _unlike(link)
-            start = max(start, arrived)
-        self.clock[stage] = end = start + getattr(self.schedule.works[model], kind)
-        self._computed[stage].add(each)
-        self.spans[stage].append(StageSpan(each, start, end))
+            start = max(start, sent[link][number][1])
+        clock[stage] = end = start + getattr(works[model], kind)
+        computed[stage][each] = StageSpan(each, start, end)
         return True
 
-    def _finish(self, stage: int, each: Instruction) -> bool:
-        ready = self._finished[each.model, each.step]
-        ready.append(self.clock[stage])
-        if len(ready) == len(self.clock):
-            self.steps[each.model, each.step] = max(ready) + self.schedule.works[each.model].finish
-        return True
-
-    def _receive(self, stage: int, each: Instruction) -> bool:
-        kind: Computed = "forward" if each.kind == "receive_forward" else "backward"
-        link = each.model, kind, stage + (-1 if kind == "forward" else 1)
-        self._announced[stage][each.of(kind)] = link, len(self.awaited[link])
-        self.awaited[link].append(((each.step, each.micro), self.clock[stage]))
-        return True
-
-    def _send(self, stage: int, each: Instruction) -> bool:
-        kind: Computed = "forward" if each.kind == "send_forward" else "backward"
-        link = each.model, kind, stage
-        sent, awaited = self.sent[link], self.awaited[link]
-        if each.of(kind) not in self._computed[stage]:
+    def runs(stage: int, each: Instruction) -> bool:
+        kind, model, step, micro = each
+        if kind in COMPUTES:
+            return computes(stage, each)
+        if kind == "finish":
+            finished[model, step].append(clock[stage])
+            if len(ends := finished[model, step]) == len(stages):
+                steps[model, step] = max(ends) + works[model].finish
+            return True
+        of = each.of("forward" if kind in ("send_forward", "receive_forward") else "backward")
+        if kind == RECEIVES[of.kind]:
+            link = model, of.kind, stage - _AHEAD[of.kind]
+            announced[stage, of] = link, len(awaited[link])
+            awaited[link].append(((step, micro), clock[stage]))
+            return True
+        link = model, of.kind, stage
+        if of not in computed[stage]:
             raise ConfigError(f"stage {stage} sends {tuple(each)} before it is computed.")
-        before = len(sent) - self.window
-        if before >= len(awaited):
+        if (before := len(sent[link]) - window) >= len(awaited[link]):
             return False
         if before >= 0:
-            self.clock[stage] = max(self.clock[stage], awaited[before][1])
-        sent.append(((each.step, each.micro), self.clock[stage]))
+            clock[stage] = max(clock[stage], awaited[link][before][1])
+        sent[link].append(((step, micro), clock[stage]))
         return True
 
+    _run_all(stages, runs)
+    for link in {*sent, *awaited}:
+        if [message for message, _ in sent[link]] != [message for message, _ in awaited[link]]:
+            raise _unlike(link)
+    return PipelineTimeline(tuple(tuple(own.values()) for own in computed), steps)
 
-def _endless(waiting: Mapping[int, Instruction]) -> ConfigError:
-    where = "; ".join(f"stage {stage} at {tuple(each)}" for stage, each in waiting.items())
-    return ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
+
+def _run_all(
+    stages: Sequence[Sequence[Instruction]],
+    runs: Callable[[int, Instruction], bool],
+    exchange: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run the instructions of all stages, each in its order: `runs` says whether one could, `exchange` whether messages
+    moved meanwhile. Errors: ConfigError when none can and some are left."""
+    at, progress = [0] * len(stages), True
+    while progress:
+        progress = False
+        for stage, own in enumerate(stages):
+            while at[stage] < len(own) and runs(stage, own[at[stage]]):
+                at[stage] += 1
+                progress = True
+        progress |= exchange()
+    if waiting := [f"stage {i} at {tuple(own[at[i]])}" for i, own in enumerate(stages) if at[i] < len(own)]:
+        where = "; ".join(waiting)
+        raise ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
 
 
 def _unlike(link: _Link) -> ConfigError:
     return ConfigError(f"messages of {link} are sent and received in different orders, or not at all.")
-
-
-_Operation = tuple[_Link, _Message]
-_AHEAD = {"forward": 1, "backward": -1}
-"""From a stage to the one that its messages go to."""
 
 
 def check_order(schedule: Schedule, window: int = WINDOW) -> None:
@@ -296,7 +273,7 @@ def check_order(schedule: Schedule, window: int = WINDOW) -> None:
     stages, last = schedule.stages, len(schedule.stages) - 1
     queues: dict[_Link, deque[_Operation]] = defaultdict(deque)  # by communicator and stage
     counts, done = Counter[tuple[int, _Link]](), Counter[tuple[int, _Link]]()  # of operations, by stage and link
-    received, ended, at = set[tuple[int, Instruction]](), Counter[tuple[int, int]](), [0] * len(stages)
+    received, ended = set[tuple[int, Instruction]](), Counter[tuple[int, int]]()
 
     def queue(stage: int, each: Instruction) -> tuple[int, _Link]:
         verb, _, direction = each.kind.partition("_")
@@ -335,16 +312,7 @@ def check_order(schedule: Schedule, window: int = WINDOW) -> None:
                 ran = True
         return ran
 
-    progress = True
-    while progress:
-        progress = False
-        for stage, instructions in enumerate(stages):
-            while at[stage] < len(instructions) and runs(stage, instructions[at[stage]]):
-                at[stage] += 1
-                progress = True
-        progress |= exchange()
-    if waiting := {stage: own[at[stage]] for stage, own in enumerate(stages) if at[stage] < len(own)}:
-        raise _endless(waiting)
+    _run_all(stages, runs, exchange)
 
 
 def peak_activations(schedule: Schedule) -> list[float]:

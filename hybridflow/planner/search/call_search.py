@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridflow.planner.cost.costs import Costs, Option
-from hybridflow.planner.cost.data_edges import CONTROLLER
+from hybridflow.planner.cost.reallocation_cost import CONTROLLER
 from hybridflow.planner.cost.timeline import GraphSchedule
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, meshes

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import Any, Literal, get_args
 
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import GIB, Bar, CallLayout, CallPlacement, GroupPlacement, Placement
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
@@ -26,12 +26,10 @@ from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
 from hybridflow.planner.loops import needed_staleness, price_loops
+from hybridflow.planner.search.all_devices import compared_with, heuristic_map, similarity_map
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
-from hybridflow.planner.search.deadline import Deadline, TimeUpError
-from hybridflow.planner.search.offloading import offload_lines, offloaded
-from hybridflow.planner.search.similarity import similarity_map
-from hybridflow.planner.search.symmetric import compared_with, heuristic_map
+from hybridflow.planner.search.deadline import NEVER, Deadline, TimeUpError
 from hybridflow.settings import require
 
 Explained = tuple[ExecutionPlan, str]
@@ -71,7 +69,7 @@ def plan(
     Each further layout of a group must shorten the iteration by more than the predictions' error
     (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks for
     one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity" and "heuristic" (an expert's plan, see `search.symmetric`), which put all groups on all devices. Idle
+    "similarity" and "heuristic" (an expert's plan, see `search.all_devices`), which put all groups on all devices. Idle
     models of `Graph.offload` wait in host memory where that pays. Where nothing fits otherwise, ranks share rows (cp),
     unless `share_rows=False`.
 
@@ -121,6 +119,28 @@ def _searched(
         if (one := search(own, deadline=until)) is not None:
             found.append((own, one))
     return min(found, key=lambda each: _rounded(*each), default=None)
+
+
+def offloaded(costs: Costs, deadline: Deadline = NEVER) -> list[Costs]:
+    """What is worth a search: the costs as they are, and with those idle models in host memory between their calls that
+    give the fastest placement, where that is another one; these alone where nothing fits otherwise.
+
+    Models that are away leave memory to others: to weights in fewer parts, and to the KV cache of generation. Each of
+    their calls pays for the way from and to host memory. All sets of them are tried by stage-wise cost; a further one
+    must shorten the iteration by more than the predictions' error, as a further layout must."""
+    if not costs.may_wait:
+        return [costs]
+    best, stay = list[Costs](), AutoMapping(costs, deadline).best
+    limit = math.inf if stay is None else stay.seconds
+    sets = [names for count in range(len(costs.may_wait)) for names in combinations(costs.may_wait, count + 1)]
+    for names in sets:
+        if limit < math.inf and deadline.over:
+            break
+        worth = (1 + costs.margin) ** len(names)
+        other = costs.offloading(names)
+        if (found := AutoMapping(other, deadline, limit / worth).best) is not None:
+            best, limit = [other], found.seconds * worth
+    return [costs, *best] if stay is not None or not best else best
 
 
 def _search(costs: Costs, *, search: Search, deadline: Deadline, seed: int, per_call: bool) -> Explained | None:
@@ -207,6 +227,7 @@ def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[st
         kv_budget = costs.kv_budget(call.name, here, beside) if call.kind == "generation" else None
         active = costs.added(call.name, here, home, kv_budget).active
         fullest = max(devices, key=lambda d: (kept[d] + active) / costs.capacity[d])
+        held = account(costs, found, call.name, fullest, kv_budget)
         calls[call.name] = CallLayout(
             group=call.group,
             kind="function" if on_cpu else call.kind,
@@ -217,7 +238,7 @@ def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[st
             move_seconds=moved.get(call.name, 0.0),
             limit=costs.beside(call, here, beside).limit,
             memory=0.0 if on_cpu else kept[fullest] + active,
-            held="" if on_cpu else _listed(account(costs, found, call.name, fullest, kv_budget)),
+            held="" if on_cpu else ", ".join(f"{owner} {size / GIB:.2f}" for owner, size in held.items()),
             capacity=0.0 if on_cpu else costs.capacity[fullest],
         )
     return calls
@@ -235,5 +256,12 @@ def account(
     return held | costs.added(call, found[call], found[costs.homes[own]], kv_budget).owned(own)
 
 
-def _listed(held: dict[str, float]) -> str:
-    return ", ".join(f"{owner} {size / GIB:.2f}" for owner, size in held.items())
+def offload_lines(costs: Costs, plan: ExecutionPlan) -> list[str]:
+    """What each group that is away costs, and what it leaves to others."""
+    lines = []
+    for group in sorted(costs.away & {*costs.graph.groups}):
+        home = plan[costs.homes[group]]
+        seconds = sum(costs.trip(call, home) for call in costs.graph.of_group(group))
+        room = costs.resting(group, home).static
+        lines.append(f"{group} offloaded: +{seconds:.3g} s per iteration, {room / GIB:.3g} GiB per device")
+    return lines

@@ -13,6 +13,7 @@ from hybridflow.algorithms.advantage import AdvantageCall, compute_advantage
 from hybridflow.algorithms.advantages.gae import gae
 from hybridflow.algorithms.masked import whiten
 from hybridflow.algorithms.metrics import METRIC_COLUMNS, batch_metrics
+from hybridflow.algorithms.registry import find_estimator
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ConfigError, EmptyBatchError
@@ -72,7 +73,7 @@ def test_gae_with_kl_penalty_and_whitening_is_its_parts():
     assert all(value[name].equal(out[name]) for name in ("advantages", "returns"))
     torch.testing.assert_close(out["kl"], mask.with_values(token_kl * mask.values).row_sum())
     assert out["kl_coef"].tolist() == pytest.approx([0.1] * len(batch))
-    assert tuple(out.columns) == AdvantageCall.of("gae", {}, 0.1).writes
+    assert tuple(out.columns) == AdvantageCall(find_estimator("gae", {}), 0.1).writes
 
 
 def test_token_rewards_are_taken_as_they_are():
@@ -96,7 +97,11 @@ def test_an_adaptive_coefficient_is_used_and_then_updated():
     assert kl.state == pytest.approx(0.2 * (1 + error * 12 / 100))
     fixed = compute_advantage(batch, "gae", kl_coef=0.2)
     assert fixed["advantages"].equal(out["advantages"])
-    assert AdvantageCall.of("gae", {}, 0, "k3").reads == ("rewards", "response_mask", "values")  # 0 asks for no penalty
+    assert AdvantageCall(find_estimator("gae", {}), 0, "k3").reads == (
+        "rewards",
+        "response_mask",
+        "values",
+    )  # 0 asks for no penalty
 
 
 def types_seen(rewards: Ragged, batch: Batch):
@@ -110,7 +115,7 @@ def test_a_users_estimator():
         spread = rewards.with_values(rewards.expand(scale * (scores - scores.mean())))
         return spread, spread
 
-    assert AdvantageCall.of(centred, {}).reads is None
+    assert AdvantageCall(find_estimator(centred, {})).reads is None
     numbers = rollout().with_columns(response_mask=rollout()["response_mask"].to(torch.int64))
     whole = compute_advantage(rollout(), types_seen)
     assert compute_advantage(numbers, types_seen)["advantages"].equal(whole["advantages"])

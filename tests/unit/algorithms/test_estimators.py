@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hybridflow.algorithms import GAE, GRPO, OPO, PPO, RLOO, GRPOPassK
 from hybridflow.algorithms.advantage import AdvantageCall, compute_advantage
 from hybridflow.algorithms.advantages.prompt_groups import PromptGroups
-from hybridflow.algorithms.registry import ESTIMATORS
+from hybridflow.algorithms.registry import ESTIMATORS, find_estimator
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError
@@ -314,7 +314,7 @@ def test_an_estimator_reads_what_it_says_and_nothing_at_masked_tokens(name):
     mask = Ragged.from_rows([[True, False, True], [False, False], [True], [], [False, True, True]], dtype=torch.bool)
     groups, options = [4, 4, 9, 9, 4], OPTIONS.get(name, {})
     kl_coef = 0.0 if name == "gdpo" else 0.1
-    call = AdvantageCall.of(name, options, kl_coef)
+    call = AdvantageCall(find_estimator(name, options), kl_coef)
     reads = call.reads
     assert reads is not None
     out = compute_advantage(make(mask, groups, 5).select(*reads), name, kl_coef=kl_coef, **options)
@@ -417,8 +417,12 @@ def test_a_users_estimator_may_write_more_columns():
     centred.writes = ("margin",)  # type: ignore[attr-defined]
     mask = Ragged.from_rows([[True, False, True], [True]], dtype=torch.bool)
     batch = make(mask, [1, 1], 0)
-    assert AdvantageCall.of(centred, {"column": "baseline"}).reads == ("rewards", "response_mask", "baseline")
-    assert AdvantageCall.of(centred, {"column": "baseline"}).writes == ("advantages", "returns", "margin")
+    assert AdvantageCall(find_estimator(centred, {"column": "baseline"})).reads == (
+        "rewards",
+        "response_mask",
+        "baseline",
+    )
+    assert AdvantageCall(find_estimator(centred, {"column": "baseline"})).writes == ("advantages", "returns", "margin")
     out = compute_advantage(batch, centred, column="baseline")
     torch.testing.assert_close(out["margin"], batch["rewards"] - batch["baseline"])
     assert out["advantages"].values[1] == 0  # masked, whatever the function put there

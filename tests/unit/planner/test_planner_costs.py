@@ -20,8 +20,7 @@ from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost import calibration
 from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
-from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Curve, LayerProfile, Seconds, architecture
 from hybridflow.planner.cost.pipeline_cost import layer_pass
 from hybridflow.planner.cost.reallocation_cost import LayoutChange, volume
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, DeviceSpec, NodeSpec, device

@@ -20,7 +20,7 @@ from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import DeviceSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.search.auto_mapping import AutoMapping
-from hybridflow.planner.search.offloading import offloaded
+from hybridflow.planner.search.planning import offloaded
 from hybridflow.workers.placing import apply_placement
 from tests.example_plans import LARGE, LLAMA_13B, LLAMA_34B, SMALL, ppo_of, value
 from tests.unit.planner.test_planner_mapping import by_force

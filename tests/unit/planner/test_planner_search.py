@@ -22,10 +22,10 @@ from hybridflow.planner.describe.mesh import (
     sizes,
 )
 from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.all_devices import best_pair, similarity
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import Evaluator, exact, mcmc, options_of, space_size
 from hybridflow.planner.search.planning import plan
-from hybridflow.planner.search.similarity import best_pair, similarity
 from hybridflow.planner.search.stages import undominated
 from tests.example_plans import (
     LARGE,

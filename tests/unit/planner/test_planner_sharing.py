@@ -12,8 +12,7 @@ from benchmarks.dataflows import ppo
 from hybridflow.errors import ConfigError
 from hybridflow.planner.cost.call_cost import CallCost
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
-from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Curve, LayerProfile, Seconds, architecture
 from hybridflow.planner.cost.timeline import Contention, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel

@@ -18,8 +18,8 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Pin
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.all_devices import compared_with, heuristic, heuristic_map, symmetric_plans
 from hybridflow.planner.search.planning import plan
-from hybridflow.planner.search.symmetric import compared_with, heuristic, heuristic_map, symmetric_plans
 from tests.example_plans import LLAMA_7B, LLAMA_34B, LLAMA_70B, SMALL, fits, grpo_of, ppo_of
 from tests.unit.planner.test_planner_published import GRAPH, H100S, HEURISTIC, WORKLOAD
 

@@ -13,8 +13,7 @@ from hybridflow.cluster.iterations import Incident
 from hybridflow.engines.call_events import CallWork, Event
 from hybridflow.errors import ConfigError
 from hybridflow.tracking.report.chrome_trace import trace, write_timeline
-from hybridflow.tracking.report.record import as_record, read_events
-from hybridflow.tracking.report.utilization import mfu, peak_flops
+from hybridflow.tracking.report.record import as_record, mfu, peak_flops, read_events
 
 
 def event(kind: str = "call", method: str = "update_actor", rank: int = 0, at: float = 100.0, **more: Any) -> Event:
