@@ -77,11 +77,6 @@ class BoundFunction:
         raise NotImplementedError
 
 
-def bind(function: Any) -> BoundFunction:
-    """Errors: ConfigError for a function that can be called in no known way."""
-    return function if isinstance(function, BoundFunction) else TRLFunction(function)
-
-
 def scores_of(functions: Sequence[BoundFunction], seconds: float, index: int, rows: Rows) -> Any:
     """What a worker process of a reward does."""
     return functions[index].scores(rows, seconds)
@@ -135,14 +130,15 @@ class TRLFunction(BoundFunction):
         if "prompts" in self._texts:
             given["prompts"] = rows["prompt"]
         if "completions" in self._texts:
-            given["completions"] = list(map(_completion, rows["prompt"], rows["response"]))
+            given["completions"] = [
+                [{"role": "assistant", "content": response}] if prompt and _is_chat(prompt) else response
+                for prompt, response in zip(rows["prompt"], rows["response"], strict=True)
+            ]
         return _attempt(partial(self.inner, **given, **dict.fromkeys(self.logs, lambda name, value: None)))
 
 
-def _completion(prompt: Any, response: str) -> Any:
-    """The response, as chat messages if the prompt is."""
-    chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
-    return [{"role": "assistant", "content": response}] if chat and prompt else response
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
 
 
 class RowFunction(BoundFunction):
@@ -154,11 +150,10 @@ class RowFunction(BoundFunction):
         return self.call(prompt, response, **columns)
 
     def scores(self, rows: Rows, seconds: float) -> Any:
-        others = [(name, values) for name, values in rows.items() if name not in ("prompt", "response")]
-        calls = [
-            partial(self.call, prompt, response, **{name: values[row] for name, values in others})
-            for row, (prompt, response) in enumerate(zip(rows["prompt"], rows["response"], strict=True))
-        ]
+        calls = []
+        for values in zip(*rows.values(), strict=True):
+            columns = dict(zip(rows, values))
+            calls.append(partial(self.call, columns.pop("prompt"), columns.pop("response"), **columns))
         together = self.is_async and len(calls) > 1
         return run_async(_attempt_together(calls, seconds)) if together else list(map(_attempt, calls))
 
@@ -237,28 +232,28 @@ def from_compute_score(
 def _compute_score(
     function: Callable[..., Any], names: dict[str, str | None], needs_info: bool, _: Any, response: str, **columns: Any
 ) -> Any:
-    """`names`: the column, or the entry in one, that an argument is; the column of `extra_info` may be missing."""
+    """`names`: the column that an argument is, or the entry in one ("reward_model.ground_truth"), without which the row
+    fails; the column of `extra_info` may be missing."""
     given: dict[str, Any] = {"extra_info": {}} if needs_info else {}
     for argument, name in names.items():
-        if name is None or name.partition(".")[0] in columns:
-            given[argument] = found = None if name is None else _entry(columns, name)
-            if isinstance(found, RowFailure):
-                return found
+        if name is None:
+            given[argument] = None
+            continue
+        column, *path = name.split(".")
+        if column not in columns:
+            continue
+        value = columns[column]
+        for key in path:
+            if not isinstance(value, Mapping) or key not in value:
+                has = (
+                    f"its entries are {sorted(map(str, value))}"
+                    if isinstance(value, Mapping)
+                    else f"it is {value!r:.60}"
+                )
+                return RowFailure(f"column {column!r} has no entry {'.'.join(path)!r}; {has}")
+            value = value[key]
+        given[argument] = value
     return function(solution_str=response, **given)
-
-
-def _entry(columns: dict[str, Any], name: str) -> Any:
-    """The value of a column, or of an entry in it ("reward_model.ground_truth"); a RowFailure if it is missing."""
-    column, *path = name.split(".")
-    value = columns[column]
-    for key in path:
-        if not isinstance(value, Mapping) or key not in value:
-            there = (
-                f"its entries are {sorted(map(str, value))}" if isinstance(value, Mapping) else f"it is {value!r:.60}"
-            )
-            return RowFailure(f"column {column!r} has no entry {name.partition('.')[2]!r}; {there}")
-        value = value[key]
-    return value
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Signature, list[inspect.Parameter], bool]:
