@@ -93,8 +93,7 @@ class TRLFunction(BoundFunction):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         name = name_of(function)
-        signature, parameters, everything = parameters_of(function)
-        named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        signature, named, everything = parameters_of(function)
         reads = getattr(function, "reads", None)
         if isinstance(reads, str) or not all(isinstance(entry, str) and entry.rstrip("?") for entry in reads or ()):
             raise ConfigError(f"reward function {name}: reads={reads!r} must be a tuple of column names.")
@@ -102,7 +101,7 @@ class TRLFunction(BoundFunction):
             raise ConfigError(
                 f"reward function {name}{signature} reads the column {strange[0]!r} and does not take it."
             )
-        nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
+        nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in signature.parameters.values())
         takes = everything or "completions" in named or "completion_ids" in named
         if nameless or not takes or (reads is None and {"prompt", "response"} & named.keys()):
             raise ConfigError(
@@ -166,12 +165,12 @@ def per_row(function: Callable[..., Any]) -> RowFunction:
     and a row that fails costs no other row. The rows of an async function run at the same time.
     Errors: ConfigError when the function does not take two texts.
     """
-    signature, parameters, everything = parameters_of(function)
+    signature, named, everything = parameters_of(function)
+    parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise ConfigError(f"per_row({name_of(function)}{signature}): it must take (prompt, response, **columns).")
-    columns = [p for p in parameters if p not in positional[:2] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return RowFunction(function, _entries(columns), everything)
+    return RowFunction(function, _entries([p for p in named.values() if p not in positional[:2]]), everything)
 
 
 def whole_batch(function: Callable[..., Any]) -> TRLFunction:
@@ -210,8 +209,7 @@ def from_compute_score(
         raise ConfigError(
             f"from_compute_score(components={components!r}): give a tuple of names, as in components=('acc',)."
         )
-    signature, parameters, everything = parameters_of(function)
-    taken = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    signature, taken, everything = parameters_of(function)
     if missing := [n for n in ("data_source", "solution_str", "ground_truth") if n not in taken and not everything]:
         raise ConfigError(
             f"{name_of(function)}{signature} has no parameter {missing[0]!r}: from_compute_score takes functions "
@@ -256,14 +254,16 @@ def _compute_score(
     return function(solution_str=response, **given)
 
 
-def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Signature, list[inspect.Parameter], bool]:
-    """Its signature, the parameters, and whether it takes any keyword. Errors: ConfigError without a signature."""
+def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, inspect.Parameter], bool]:
+    """Its signature, the parameters that have a name for calls, and whether it takes any other keyword. Errors:
+    ConfigError without a signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         raise ConfigError(f"reward function {name_of(function)} has no signature: wrap it in one.") from None
-    parameters = list(signature.parameters.values())
-    return signature, parameters, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    parameters = signature.parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return signature, named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _entries(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
