@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config import Sampling
+from hybridflow.engines.contract import Row
 from hybridflow.environments.acting import ToolLoop
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Sessions
@@ -78,7 +80,7 @@ def measure(checkpoint: str, stop: int, encode: Any, seconds: Sequence[Sequence[
         sessions.start(0, {"prompt": "Go."}, 0)  # loads what is loaded once
         while sessions.under_way:
             for asked in sessions.poll(0.1):
-                sessions.answer(asked, [*encode("done"), stop], [], [], "stop")
+                sessions.answer(asked, Row(0, 0, asked.ids, Sampling(), 0, [*encode("done"), stop], [], [], "stop"))
         _ = sessions.take()
         (worker,) = [one.worker for one in sessions._processes]
         before, threads = status(worker.pid)
@@ -94,7 +96,8 @@ def measure(checkpoint: str, stop: int, encode: Any, seconds: Sequence[Sequence[
                     call = {"name": "wait", "arguments": {"seconds": seconds[asked.key][turn]}}
                     text = f"<call>{json.dumps(call)}</call>"
                 ids = [*encode(text), stop]
-                sessions.answer(asked, ids, [-0.5] * len(ids), [0] * len(ids), "stop")
+                given = ids, [-0.5] * len(ids), [0] * len(ids), "stop"
+                sessions.answer(asked, Row(0, 0, asked.ids, Sampling(), 0, *given))
             resident, running = status(worker.pid)
             most, threads = max(most, resident), max(threads, running)
             failed += sum(one.failure is not None for one in sessions.take().values())

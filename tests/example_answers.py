@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridflow.rewards.answer_extraction import final_answer
-from hybridflow.rewards.math import same_answer
+from hybridflow.rewards.match import same_answer
 
 SAME: dict[str, list[tuple[str, str]]] = {
     "letters that are not units": [

@@ -6,6 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from hybridflow.config import Sampling
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import EndedTrajectory, Sessions
 from tests.example_templates import tokenizer_of
@@ -31,6 +32,8 @@ def run(
 ):
     """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order. The turns' own
     sampling is added to the list `sampling`."""
+    from hybridflow.engines.contract import Row  # not in the processes: it imports torch
+
     tokenizer, stop = tokenizer_of("qwen3")
     process = SessionProcess(act, checkpoint, (stop,), seconds, {}, 0 if images is None else images.most_pixels)
     sessions = Sessions(process, workers, concurrency, images)
@@ -49,7 +52,8 @@ def run(
                 if sampling is not None:
                     sampling.append(asked.sampling)
                 ids = [*tokenizer.raw.encode(text), stop]
-                sessions.answer(asked, ids, [-0.5] * len(ids), [7] * len(ids), "stop")
+                said = ids, [-0.5] * len(ids), [7] * len(ids), "stop"
+                sessions.answer(asked, Row(0, 0, asked.ids, Sampling(), 0, *said))
             found |= sessions.take()
     finally:
         sessions.close()

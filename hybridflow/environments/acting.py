@@ -91,16 +91,28 @@ def content_of(what: str, value: Any, pictures: Pictures) -> str | list[dict[str
     """An answer as the content of a message: text, or texts and images in their order. Errors: EnvironmentCallError
     for one that is too large, and for images that cannot be read, or where the model reads text only."""
     several = value if isinstance(value, list | tuple) else [value]
-    if pictures.most_pixels and (raw := [one for one in several if _is_raw(one)]):
-        raise EnvironmentCallError(f"{what} answered with {type(raw[0]).__name__}: give an image of PIL, or text")
+    for one in several if pictures.most_pixels else ():  # bytes, or an array of three axes, would be read as text
+        raw = isinstance(one, bytes | bytearray) and not isinstance(one, EncodedImage)
+        if raw or len(getattr(one, "shape", ())) >= 3:
+            raise EnvironmentCallError(f"{what} answered with {type(one).__name__}: give an image of PIL, or text")
     if not any(map(_is_image, several)):
         return text_of(what, value)
     if not pictures.most_pixels:
         raise EnvironmentCallError(f"{what} answered with an image, and the model reads text only: return text")
-    try:
-        return [_part(what, number, one, pictures) for number, one in enumerate(several)]
-    except PromptError as error:
-        raise EnvironmentCallError(str(error)) from None
+    parts = list[dict[str, Any]]()
+    for number, one in enumerate(several):
+        given = one if isinstance(one, Mapping) else {"image": one, "text": one}
+        if not _is_image(one):
+            parts.append({"type": "text", "text": text_of(what, given.get("text"))})
+        elif is_image(one):
+            parts.append({"type": "image"})
+        else:
+            try:
+                image = pictures.encoded(f"{what}: part {number}", given.get("image"))
+            except PromptError as error:
+                raise EnvironmentCallError(str(error)) from None
+            parts.append({"type": "image", "image": image})
+    return parts
 
 
 async def _beside(read: Callable[..., Any], what: str, value: Any, pictures: Pictures) -> Any:
@@ -110,26 +122,10 @@ async def _beside(read: Callable[..., Any], what: str, value: Any, pictures: Pic
     return await asyncio.to_thread(read, what, value, pictures)
 
 
-def _part(what: str, number: int, one: Any, pictures: Pictures) -> dict[str, Any]:
-    if not _is_image(one):
-        return {"type": "text", "text": text_of(what, one.get("text") if isinstance(one, Mapping) else one)}
-    if is_image(one):
-        return {"type": "image"}
-    image = one.get("image") if isinstance(one, Mapping) else one
-    return {"type": "image", "image": pictures.encoded(f"{what}: part {number}", image)}
-
-
 def _is_image(value: Any) -> bool:
     """Whether it is an image of PIL, or a part of a message that is one."""
     part = value.get("type") if isinstance(value, Mapping) else None
     return isinstance(value, Image.Image | EncodedImage) or (isinstance(part, str) and part.startswith("image"))
-
-
-def _is_raw(value: Any) -> bool:
-    """Whether it may be an image in a form that would be read as text: bytes, or an array of three axes."""
-    if isinstance(value, bytes | bytearray):
-        return not isinstance(value, EncodedImage)
-    return len(getattr(value, "shape", ())) >= 3
 
 
 def _reward(what: str, value: Any) -> float:
@@ -144,47 +140,39 @@ React = Callable[[Answer, bool], Awaitable[tuple[Stop | None, list[Message]]]]
 """To a turn of the model, and whether it is the last one: why the trajectory ends, or what the model hears next."""
 
 
-@dataclass(frozen=True)
-class _Tools:
-    """Functions that the model calls, by name, for one conversation."""
+def _tools(functions: Mapping[str, Callable[..., Any]], session: Conversation, caller: UserCalls) -> React:
+    """The answers of functions that the model calls, by name, in order; all are made at once. What a tool raises is an
+    answer, too."""
+    metrics = session.metrics
 
-    functions: Mapping[str, Callable[..., Any]]
-    session: Conversation
-    caller: UserCalls
+    async def one(number: int, call: ToolCall) -> Message:
+        metrics["tool_calls"] = metrics.get("tool_calls", 0.0) + 1
+        text, function = call.error, functions.get(call.name)
+        if not text and function is None:
+            text = f"there is no tool {call.name!r}; the tools are {', '.join(sorted(functions))}."
+        elif not text and function is not None:
+            try:
+                inspect.signature(function).bind(**call.arguments)
+            except TypeError as error:
+                text = f"{call.name}: {error}."
+        if not text:
+            try:
+                answer = await caller.call(f"tool {call.name}", functions[call.name], **call.arguments)
+                return _answer(number, call, await _beside(content_of, f"tool {call.name}", answer, session.images))
+            except EnvironmentCallError:
+                raise
+            except Exception as error:  # the tool's own
+                text = f"{type(error).__name__}: {error}"
+        metrics["tool_errors"] = metrics.get("tool_errors", 0.0) + 1
+        return _answer(number, call, f"Error: {text}"[:LARGEST_TEXT])
 
-    async def react(self, said: Answer, last: bool) -> tuple[Stop | None, list[Message]]:
-        """The tools' answers, in order; all are made at once. What a tool raises is an answer, too."""
-        metrics = self.session.metrics
-
-        async def one(number: int, call: ToolCall) -> Message:
-            metrics["tool_calls"] = metrics.get("tool_calls", 0.0) + 1
-            text = call.error or self._unfit(call)
-            if not text:
-                try:
-                    answer = await self.caller.call(f"tool {call.name}", self.functions[call.name], **call.arguments)
-                    content = await _beside(content_of, f"tool {call.name}", answer, self.session.images)
-                    return _answer(number, call, content)
-                except EnvironmentCallError:
-                    raise
-                except Exception as error:  # the tool's own
-                    text = f"{type(error).__name__}: {error}"
-            metrics["tool_errors"] = metrics.get("tool_errors", 0.0) + 1
-            return _answer(number, call, f"Error: {text}"[:LARGEST_TEXT])
-
+    async def react(said: Answer, last: bool) -> tuple[Stop | None, list[Message]]:
         if said.turn.end == "length" or not said.calls:
             return "length" if said.turn.end == "length" else "answer", []
-        if last:
-            return None, []
-        return None, await asyncio.gather(*(one(number, call) for number, call in enumerate(said.calls)))
+        calls = () if last else enumerate(said.calls)
+        return None, await asyncio.gather(*(one(number, call) for number, call in calls))
 
-    def _unfit(self, call: ToolCall) -> str:
-        if call.name not in self.functions:
-            return f"there is no tool {call.name!r}; the tools are {', '.join(sorted(self.functions))}."
-        try:
-            inspect.signature(self.functions[call.name]).bind(**call.arguments)
-        except TypeError as error:
-            return f"{call.name}: {error}."
-        return ""
+    return react
 
 
 def _answer(number: int, call: ToolCall, content: Any) -> Message:
@@ -214,8 +202,8 @@ class ToolLoop:
 
     async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         names = [schema["function"]["name"] for schema in self.schemas]
-        tools = _Tools(dict(zip(names, self.tools, strict=True)), session, caller)
-        return Ending(await _converse(messages_of(row), session, self.max_turns, self.schemas, tools.react))
+        react = _tools(dict(zip(names, self.tools, strict=True)), session, caller)
+        return Ending(await _converse(messages_of(row), session, self.max_turns, self.schemas, react))
 
 
 async def _converse(
@@ -262,7 +250,10 @@ class EnvironmentLoop:
         name = getattr(self.make, "__name__", type(self.make).__name__)
         one = await caller.call(name, self.make)
         try:
-            begun = await caller.call(f"{name}.reset", one.reset, **_wanted(one.reset, row))
+            parameters = inspect.signature(one.reset).parameters.values()
+            everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+            wanted = row if everything else {p.name: row[p.name] for p in parameters if p.name in row}
+            begun = await caller.call(f"{name}.reset", one.reset, **wanted)
             begin = partial(_begin, messages_of(row))
             messages = await _beside(begin, f"{name}.reset", begun, session.images)
             total, schemas = 0.0, list[dict[str, Any]]()
@@ -285,7 +276,7 @@ class EnvironmentLoop:
                 methods = public_methods(one)
                 known: dict[Any, dict[str, Any]] = dict(zip(self._functions, self.schemas, strict=True))
                 schemas = [known.get(getattr(m, "__func__", None)) or schema_of(m) for m in methods.values()]
-                react = _Tools(methods, session, caller).react
+                react = _tools(methods, session, caller)
             stop = await _converse(messages, session, self.max_turns, schemas, react)
             if not steps or hasattr(one, "get_reward"):
                 total = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
@@ -330,14 +321,6 @@ def public_methods(environment: Any) -> dict[str, Callable[..., Any]]:
     contract = {"reset", "step", "get_reward", "close"}
     names = [name for name in dir(kind) if not name.startswith("_") and name not in contract]
     return {name: value for name in names if callable(value := getattr(environment, name))}
-
-
-def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that `function` takes: all, or those that it names."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return dict(row)
-    return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
 def _begin(messages: list[Message], what: str, begun: Any, pictures: Pictures) -> list[Message]:

@@ -40,12 +40,8 @@ _CONVERSATIONS = 4
 """Of one trajectory that have their KV cache."""
 
 
-def _listed(tools: Any) -> bool:
-    return isinstance(tools, list | tuple)
-
-
-def _above_0(seconds: Any) -> bool:
-    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
+_Tools = Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", lambda t: isinstance(t, list | tuple))]
+_Seconds = Annotated[float, Check("a number of seconds above 0", lambda s: type(s) in (int, float) and s > 0)]
 
 
 @settings
@@ -60,13 +56,13 @@ class Agent:
     images that agents show; by default the processor is the model's own.
     """
 
-    tools: Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", _listed)] = ()
+    tools: _Tools = ()
     environment: Callable[[], Any] | None = None
     solve: Callable[..., Any] | None = None
     max_turns: Size = 8
     workers: Size = 1
     concurrency: Size = 256
-    timeout: Annotated[float, Check("a number of seconds above 0", _above_0)] = 60.0
+    timeout: _Seconds = 60.0
     on_failure: Literal["mask", "retry", "raise"] = "mask"
     max_failed: Fraction = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -126,7 +122,7 @@ class Agent:
         what = "tools=" if self.tools else "environment=" if self.environment is not None else "run(...)"
         if not has_tokenizer(checkpoint):
             raise ConfigError(f"{what} talks with the model in texts, and {checkpoint} has no tokenizer. Add one.")
-        schemas = self._schemas()
+        schemas = list(getattr(self.act, "schemas", ()))
         names = [schema["function"]["name"] for schema in schemas]
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"tools= has two tools named {', '.join(twice)}. The model calls tools by name: rename one.")
@@ -143,9 +139,6 @@ class Agent:
             _ = images and images.loaded
         if self.solve is None:
             _check_template(checkpoint, json.dumps(schemas), json.dumps(dict(self.chat_template_kwargs)))
-
-    def _schemas(self) -> list[dict[str, Any]]:
-        return list(getattr(self.act, "schemas", ()))
 
     def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
         """Makes its processes, which start when they are needed."""
@@ -316,8 +309,7 @@ class AgentTurns:
         assert self._sessions is not None
         drawn = one.begun.sampling.greedy or not row.sampling.greedy
         temperature = row.sampling.policy_temperature if drawn else GREEDY
-        said = row.token_ids, row.log_probs, row.policy_version, row.end
-        self._sessions.answer(asked, *said, temperature, row.routed_experts)
+        self._sessions.answer(asked, row, temperature)
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""

@@ -4,7 +4,6 @@ recorded by the model's host; here messages become token ids, and back."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,35 +66,18 @@ class Pictures:
             raise PromptError(f"{where} is an image, and the model reads text only: give text.")
         return image if isinstance(image, EncodedImage) else EncodedImage.of(where, image, self.most_pixels)
 
-    def files(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with their images as files. Errors: those of `encoded`."""
-        number = itertools.count()
-
-        def part_of(part: Any) -> Any:
-            if is_image(part):
-                next(number)
-            elif isinstance(part, Mapping) and part.get("image") is not None:
-                return {**part, "image": self.encoded(f"image {next(number)} of the conversation", part["image"])}
-            return part
-
-        contents = [message.get("content") for message in messages]
-        return [
-            {**message, "content": [*map(part_of, content)]} if isinstance(content, list) else message
-            for message, content in zip(messages, contents, strict=True)
-        ]
-
-    def taken(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-        """The messages with parts that only stand for images, and the names of these in order. Errors: PromptError,
-        also for a part that stands for none."""
-        out, names, places = list[Message](), list[str](), 0
+    def taken(self, messages: Sequence[Message]) -> tuple[list[Message], list[EncodedImage | str]]:
+        """The messages with parts that only stand for images, and these in order, of the row by name. Errors:
+        PromptError, also for a part that stands for none."""
+        out, images, places = list[Message](), list[EncodedImage | str](), 0
         for message in messages:
             parts = []
             for part in content if isinstance(content := message.get("content"), list) else ():
                 if isinstance(part, Mapping) and part.get("image") is not None:
-                    names.append(self._name(self.encoded(f"image {len(names)} of the conversation", part["image"])))
+                    images.append(self.encoded(f"image {len(images)} of the conversation", part["image"]))
                     part = {"type": "image"}
                 elif is_image(part):
-                    names.append(str(places))
+                    images.append(str(places))
                     places += 1
                 elif isinstance(part, Mapping) and "image" in str(part.get("type")):
                     raise PromptError(
@@ -108,13 +90,15 @@ class Pictures:
                 f"the conversation has {places} parts {{'type': 'image'}} without an image, and its row {self.of_row} "
                 f"images: give all of the row's, or one each, {{'type': 'image', 'image': row['images'][0]}}."
             )
-        return out, names
+        return out, images
 
-    def _name(self, image: EncodedImage) -> str:
-        if (name := image.name) not in self._shown:
-            self.show(image)
-            self._shown.add(name)
-        return name
+    def named(self, images: Sequence[EncodedImage | str]) -> list[str]:
+        """Their names; new ones are shown to the host."""
+        for image in images:
+            if not isinstance(image, str) and image.name not in self._shown:
+                self.show(image)
+                self._shown.add(image.name)
+        return [image if isinstance(image, str) else image.name for image in images]
 
 
 @dataclass
@@ -188,8 +172,10 @@ class Conversation:
     ) -> Answer:
         """As `chat`, with the turn's tokens and the calls that are damaged."""
         if self.images.most_pixels:  # beside this loop, which other trajectories share
-            messages = await asyncio.to_thread(self.images.files, messages)
-        renderer, (messages, images) = self._renderer(tools), self.images.taken(messages)
+            messages, shown = await asyncio.to_thread(self.images.taken, messages)
+        else:
+            messages, shown = self.images.taken(messages)
+        renderer, images = self._renderer(tools), self.images.named(shown)
         ids = self._continued(renderer, messages, images) or renderer.prompt(messages)
         turn = await self._turn(ids, sampling, images)
         message, calls = renderer.answer(turn.token_ids)

@@ -117,7 +117,7 @@ class Endpoint:
         if answer.turn.end == "length":
             reason = "length"
         tokens = answer.prompt_tokens, len(answer.turn.token_ids)
-        return await _completed(request, asked, _message(answer.message), reason, tokens)
+        return await _completed(request, asked, answer.message, reason, tokens)
 
 
 def _refusal(status: int, message: str, code: str, parameter: str | None = None) -> StreamResponse:
@@ -185,29 +185,25 @@ def _as_object(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": json.loads(given) if isinstance(given, str) else given}
 
 
-def _message(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The assistant's message as clients want it: arguments of calls as text."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in said.get("tool_calls", ())
-    ]
-    return {"role": "assistant", "content": said["content"], **({"tool_calls": calls} if calls else {})}
-
-
 async def _completed(
-    request: Request, asked: Mapping[str, Any], message: dict[str, Any], reason: str, tokens: tuple[int, int]
+    request: Request, asked: Mapping[str, Any], said: Mapping[str, Any], reason: str, tokens: tuple[int, int]
 ) -> StreamResponse:
     """The whole answer, or with `stream` its pieces: one with everything, and its end."""
     from aiohttp import web
 
+    calls = [  # arguments as text
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in said.get("tool_calls", ())
+    ]
+    message = {"role": "assistant", "content": said["content"], **({"tool_calls": calls} if calls else {})}
     name = str(asked.get("model") or "policy")
     common = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": name}
     usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
     if not asked.get("stream"):
         choice = {"index": 0, "message": message, "finish_reason": reason}
         return web.json_response({**common, "object": "chat.completion", "choices": [choice], "usage": usage})
-    calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-    delta = {**message, **({"tool_calls": calls} if calls else {})}
+    numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+    delta = message | ({"tool_calls": numbered} if calls else {})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     choices = [{"index": 0, "delta": delta, "finish_reason": None}, {"index": 0, "delta": {}, "finish_reason": reason}]

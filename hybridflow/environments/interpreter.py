@@ -171,13 +171,11 @@ class _Child:
             ) from None
         if not told.endswith(b"\n"):
             raise EnvironmentCallError(f"the process of {self._made.__name__} {await self.ending()}")
-        try:
+        with suppress(ValueError):
             answer = json.loads(told)
-            if not isinstance(answer, dict) or not {"value", "error"} & set(answer):
-                raise ValueError(answer)
-        except ValueError:
-            raise EnvironmentCallError(f"{self._made.__name__} wrote {told[:200]!r} in place of an answer") from None
-        return answer
+            if isinstance(answer, dict) and {"value", "error"} & set(answer):
+                return answer
+        raise EnvironmentCallError(f"{self._made.__name__} wrote {told[:200]!r} in place of an answer")
 
     async def ending(self) -> str:
         """End it, if it has not ended by itself. Returns how."""
@@ -200,11 +198,6 @@ class _Child:
             with suppress(ProcessLookupError):
                 self._running.kill()
 
-    def idle(self) -> None:
-        """Serve the next environment."""
-        if self.alive:
-            _IDLE[self._made].append(self)
-
 
 _IDLE: defaultdict[InterpreterEnvironment, list[_Child]] = defaultdict(list)
 """Processes of this process that wait for their next environment."""
@@ -217,10 +210,10 @@ class _Proxy:
         self._made, self._child = made, child
 
     async def close(self) -> None:
+        if self._child.alive and "close" in json.loads(self._made.description)["contract"]:
+            await self._child.ask(do="call", name="close", args=[], kwargs={})
         if self._child.alive:
-            if "close" in json.loads(self._made.description)["contract"]:
-                await self._child.ask(do="call", name="close", args=[], kwargs={})
-            self._child.idle()
+            _IDLE[self._made].append(self._child)
 
 
 def _method(name: str, json_schema: Mapping[str, Any] | None = None) -> Callable[..., Any]:

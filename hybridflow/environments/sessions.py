@@ -29,16 +29,15 @@ from hybridflow.processes.supervisor import Supervisor, WorkerProcess
 from hybridflow.rewards.process_pool import pickled
 
 if TYPE_CHECKING:  # they import torch
+    from hybridflow.engines.contract import Row
     from hybridflow.engines.row_images import RowImages
     from hybridflow.environments.turn_images import TurnImages
 
 _TOGETHER = (1 << 30, 32, 4, 1)
 """The most trajectories in one process, by the number of processes that died with them."""
 _SPARE = 8  # further processes for these
-_QUIET, _SILENT = (
-    "did not answer for",
-    30.0,
-)  # seconds beyond the limit of a call until a process without a sign of life is killed
+_QUIET = "did not answer for"
+_SILENT = 30.0  # seconds beyond the limit of a call until a process without a sign of life is killed
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,8 @@ class EndedTrajectory:
 @dataclass
 class _Said:
     asked: Asked
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    end: str
+    row: Row
     temperature: float
-    routed_experts: Any
     used: bool = True
 
 
@@ -132,8 +127,8 @@ class Sessions:
 
     def start(self, key: int, row: Mapping[str, Any], seed: int, images: RowImages | None = None) -> None:
         """Run the agent for `row`, whose prompt has `images`. `key` names the trajectory, `seed` decides its draws."""
-        own = {str(number): one for number, one in enumerate(() if images is None else images.each)}
-        self._sessions[key] = session = _Session(key, row, seed, len(own), {**own})
+        own: dict[str, Any] = {str(number): one for number, one in enumerate(() if images is None else images.each)}
+        self._sessions[key] = session = _Session(key, row, seed, len(own), own)
         self._waiting.append(session)
 
     def take(self) -> dict[int, EndedTrajectory]:
@@ -153,25 +148,15 @@ class Sessions:
                 break
         return [asked for asked in out if self._asking(asked)]
 
-    def answer(
-        self,
-        asked: Asked,
-        token_ids: list[int],
-        log_probs: list[float],
-        versions: list[int],
-        end: str,
-        temperature: float = 1.0,
-        routed_experts: Any = None,
-    ) -> None:
+    def answer(self, asked: Asked, row: Row, temperature: float = 1.0) -> None:
         """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
         if (session := self._sessions.get(asked.key)) is None:
             return
         waits = self._asking(asked)
-        given = token_ids, log_probs, versions, end, temperature, routed_experts
-        session.said.append(_Said(asked, *given, used=waits))
+        session.said.append(_Said(asked, row, temperature, waits))
         if waits:
             del session.asked[asked.number]
-            self._tell(session, "turn", asked.number, token_ids, log_probs, end)
+            self._tell(session, "turn", asked.number, row.token_ids, row.log_probs, row.end)
 
     def refuse(self, asked: Asked, why: str, full: bool) -> None:
         """The model cannot be given these ids; `full`: they leave no room for a response."""
@@ -219,12 +204,8 @@ class Sessions:
             self._tell(session, "start", session.row, session.pictures)
 
     def _process_for(self, level: int) -> _Process | None:
-        open_ = [
-            one
-            for one in self._processes
-            if one.level == level and not one.retiring and len(one.sessions) < _TOGETHER[level]
-        ]
         of_level = [one for one in self._processes if (one.level > 0) == (level > 0) and not one.retiring]
+        open_ = [one for one in of_level if one.level == level and len(one.sessions) < _TOGETHER[level]]
         most = _SPARE if level else self._workers
         if (not open_ or (level == 0 and all(one.sessions for one in open_))) and len(of_level) < most:
             if self._template is None:
@@ -299,7 +280,7 @@ class Sessions:
         for said in session.said:
             if not said.used and said.asked.repeated(asked):
                 said.used = True
-                self._tell(session, "turn", number, said.token_ids, said.log_probs, said.end)
+                self._tell(session, "turn", number, said.row.token_ids, said.row.log_probs, said.row.end)
                 return
         session.asked[number] = asked
         out.append(asked)
@@ -309,8 +290,9 @@ class Sessions:
         trajectory = Trajectory()
         for said in session.said:
             if said.used:
-                turn = said.asked.ids, said.token_ids, said.log_probs, said.versions, said.end == "stop"
-                trajectory.add(*turn, said.temperature, said.routed_experts, said.asked.images)
+                row = said.row
+                turn = said.asked.ids, row.token_ids, row.log_probs, row.policy_version, row.finished
+                trajectory.add(*turn, said.temperature, row.routed_experts, said.asked.images)
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _end_process(self, process: _Process) -> None:

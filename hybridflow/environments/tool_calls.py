@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybridflow.errors import ConfigError
@@ -90,31 +92,27 @@ def call_format(written: str) -> CallFormat:
 
 def _json(written: str) -> CallFormat | None:
     """JSON with name and arguments, alone or in a list."""
-    for start in _objects(written):
-        value, end = _DECODER.raw_decode(written, start)
-        body = value[0] if isinstance(value, list) and len(value) == 1 else value
-        keys = _keys(body) if isinstance(body, dict) else None
-        if keys is not None:
-            begin, rest = written[:start].strip(), written[end:].strip()
-            return CallFormat(begin, lambda text, at, keys=keys: _read_json(text, at, keys), rest)
+    for start, value, end in _objects(written):
+        body = _body(value[0] if isinstance(value, list) and len(value) == 1 else value)
+        given = body.items() if isinstance(body, dict) else ()
+        name = [key for key, value in given if value == _NAME]
+        arguments = [key for key, value in given if parsed(value) == PROBE["arguments"]]
+        if name and arguments:
+            read = partial(_read_json, keys=(name[0], arguments[0]))
+            return CallFormat(written[:start].strip(), read, written[end:].strip())
     return None
 
 
-def _keys(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The keys of a call's name and arguments; None where `body` is not the probe."""
-    inner = body.get("function") if isinstance(body.get("function"), dict) else body
-    assert isinstance(inner, Mapping)
-    name = next((key for key, value in inner.items() if value == _NAME), None)
-    arguments = next((key for key, value in inner.items() if parsed(value) == PROBE["arguments"]), None)
-    return None if name is None or arguments is None else (name, arguments)
+def _body(call: Any) -> Any:
+    """Of a call as JSON: what has its name and arguments."""
+    inner = call.get("function") if isinstance(call, dict) else None
+    return inner if isinstance(inner, dict) else call
 
 
 def _read_json(text: str, at: int, keys: tuple[str, str]) -> tuple[list[ToolCall], int]:
     value, end = _DECODER.raw_decode(text, _skip(text, at))
     found = []
-    for one in value if isinstance(value, list) else [value]:
-        body = one.get("function", one) if isinstance(one, dict) else None
-        body = body if isinstance(body, dict) else one
+    for body in map(_body, value if isinstance(value, list) else [value]):
         if not isinstance(body, dict) or not isinstance(body.get(keys[0]), str):
             raise ValueError(f"it needs {keys[0]!r} and {keys[1]!r}")
         arguments = parsed(body.get(keys[1], {}))
@@ -127,8 +125,7 @@ def _read_json(text: str, at: int, keys: tuple[str, str]) -> tuple[list[ToolCall
 def _named_json(written: str) -> CallFormat | None:
     """A name, a mark, and the JSON of the arguments."""
     at = written.index(_NAME)
-    for start in _objects(written, at):
-        value, end = _DECODER.raw_decode(written, start)
+    for start, value, end in _objects(written, at):
         if value == PROBE["arguments"]:
             begin, between = written[:at].strip(), written[at + len(_NAME) : start].strip()
             if not begin or not between:
@@ -193,16 +190,11 @@ def parsed(value: Any) -> Any:
         return value
 
 
-def _objects(text: str, at: int = 0) -> Sequence[int]:
-    """Where JSON objects or lists begin, outermost first."""
-    found = []
-    for match in re.finditer(r"[\[{]", text[at:]):
-        try:
-            _ = _DECODER.raw_decode(text, at + match.start())
-        except ValueError:
-            continue
-        found.append(at + match.start())
-    return found
+def _objects(text: str, at: int = 0) -> Iterator[tuple[int, Any, int]]:
+    """Where JSON objects or lists begin, outermost first, what they are, and where they end."""
+    for match in re.compile(r"[\[{]").finditer(text, at):
+        with suppress(ValueError):
+            yield match.start(), *_DECODER.raw_decode(text, match.start())
 
 
 def _skip(text: str, at: int, blanks: str | None = None) -> int:
@@ -248,7 +240,5 @@ def schema_from(name: str, doc: str, properties: Mapping[str, Any], required: Se
         what = f"its docstring does not describe {', '.join(lacking)}." if lacking else "it has no docstring."
         raise ConfigError(f"the tool {name} cannot be described to the model: {what} {_NEEDED}")
     own = {one: {**kind, "description": (arguments or {})[one]} for one, kind in properties.items()}
-    parameters: dict[str, Any] = {"type": "object", "properties": own}
-    if required:
-        parameters["required"] = list(required)
+    parameters = {"type": "object", "properties": own, **({"required": list(required)} if required else {})}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -75,21 +75,15 @@ class Trajectory:
     ) -> None:
         """One turn: the ids that the model was given, all of them, and what it sampled, at which temperature; the
         experts of these tokens, and the images (RowImages) whose tokens are among the ids."""
-        row = self._row(prompt_ids, temperature, images)
+        # The longest row that these ids continue, with the environment's ids, or a new one.
+        fitting = (row for row in self.rows if row.temperature == temperature and row.begins(prompt_ids, images))
+        if (row := max(fitting, key=lambda row: row.length, default=None)) is None:
+            self.rows.append(row := TrajectoryRow(list(prompt_ids), temperature))
+        else:
+            between = prompt_ids[row.length :]
+            row._add(between, [0.0] * len(between), row.policy_version[-1:] * len(between), False, NO_TURN)
         row.finished, row.images = finished, images
         if routed_experts is not None:  # a turn that ended before its engine computed it has none
             row.routed_experts = routed_experts
         row._add(token_ids, log_probs, versions, True, self.turns)
         self.turns += 1
-
-    def _row(self, ids: Sequence[int], temperature: float, images: Any) -> TrajectoryRow:
-        """The longest row that `ids` continue, with the environment's ids, or a new one."""
-        fitting = (row for row in self.rows if row.temperature == temperature and row.begins(ids, images))
-        row = max(fitting, key=lambda row: row.length, default=None)
-        if row is None:
-            row = TrajectoryRow(list(ids), temperature)
-            self.rows.append(row)
-        else:
-            between = ids[row.length :]
-            row._add(between, [0.0] * len(between), row.policy_version[-1:] * len(between), False, NO_TURN)
-        return row

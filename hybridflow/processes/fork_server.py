@@ -167,8 +167,20 @@ def main(descriptor: int, *, preload: bool) -> NoReturn:
 
 
 def _work(end: int, printed: int, server: int, function: Callable[..., Any] | None, setup: dict[str, Any]) -> None:
-    """A worker: load the function unless the server has, say so by an empty message (or why not), and call it."""
-    _prepare(printed, server)
+    """A worker, with a session, streams and signals of its own, which dies when the server does: load the function
+    unless the server has, say so by an empty message (or why not), and call it."""
+    os.setsid()
+    die_with_parent(server)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (printed, 1), (printed, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(printed)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("500")  # a machine out of memory takes a verifier before a model
     connection = socket.socket(fileno=end)
     loading = Channel(end, end)
     try:
@@ -184,19 +196,3 @@ def _work(end: int, printed: int, server: int, function: Callable[..., Any] | No
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     loading.write(b"")
     run(connection)
-
-
-def _prepare(printed: int, server: int) -> None:
-    """Give a forked process a session, streams and signals of its own; it dies when the server does."""
-    os.setsid()
-    die_with_parent(server)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (printed, 1), (printed, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
-    os.close(printed)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("500")  # a machine out of memory takes a verifier before a model

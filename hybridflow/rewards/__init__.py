@@ -18,8 +18,7 @@ if TYPE_CHECKING:
         whole_batch,
     )
     from hybridflow.rewards.functions import Functions, Scores  # noqa: F401
-    from hybridflow.rewards.match import Exact, Numeric, Overlong, Regex  # noqa: F401
-    from hybridflow.rewards.math import Math  # noqa: F401
+    from hybridflow.rewards.match import Exact, Math, Numeric, Overlong, Regex  # noqa: F401
     from hybridflow.rewards.process_pool import Outcome, ProcessPool  # noqa: F401
 
 _names = LazyNames(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, RewardError
@@ -241,17 +241,11 @@ def extract_program(response: str) -> str:
     if found := [block.source for block in blocks if block.language in _PYTHON]:
         return found[-1]
     bare = [block for block in blocks if not block.language]
-    if bare:
-        return next((block.source for block in reversed(bare) if block.valid and _acts(block.source)), bare[-1].source)
-    return "" if blocks else own
-
-
-def _acts(source: str) -> bool:
-    """Whether a program does anything: not `3`, `[1, 2]` or `YES`."""
-    lines = ast.parse(source).body
-    return any(
-        not isinstance(line, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(line)) for line in lines
-    )
+    for block in reversed(bare):  # that does anything: not `3`, `[1, 2]` or `YES`
+        for line in ast.parse(block.source).body if block.valid else ():
+            if not isinstance(line, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(line)):
+                return block.source
+    return bare[-1].source if bare else "" if blocks else own
 
 
 def _blocks(text: str) -> Iterator[_Block]:
@@ -351,7 +345,10 @@ def _paired(inputs: Any, outputs: Any, function: str, *, encoded: bool = False) 
     expected = [_value(wanted) if encoded and isinstance(wanted, str) else wanted for wanted in outputs]
     return {
         "function": function,
-        "arguments": [_values(given) if isinstance(given, str) else list(given) for given in inputs],
+        "arguments": [
+            [_value(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+            for given in inputs
+        ],
         "expected": expected,
         # APPS writes most results in a list of their own, and says nowhere which.
         "wrapped": not encoded and all(isinstance(wanted, list | tuple) and len(wanted) == 1 for wanted in expected),
@@ -360,10 +357,6 @@ def _paired(inputs: Any, outputs: Any, function: str, *, encoded: bool = False) 
 
 def _text(lines: Any) -> str:
     return "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else str(lines)
-
-
-def _values(lines: str) -> list[Any]:
-    return [_value(line) for line in lines.splitlines() if line.strip()]
 
 
 def _value(text: str) -> Any:
@@ -379,16 +372,9 @@ def same_output(printed: str, wanted: str) -> bool:
     Blanks between words and empty lines at the end do not count, and a word that is wanted with a decimal point may
     differ by 1e-6.
     """
-    lines = list(zip_longest(_lines(printed), _lines(wanted)))
-    return all(a is not None and b is not None and len(a) == len(b) and all(map(_same_word, a, b)) for a, b in lines)
-
-
-def _lines(text: str) -> list[list[str]]:
-    """The words of each line."""
-    lines = [line.split() for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    found, right = ([line.split() for line in text.rstrip().split("\n")] for text in (printed, wanted))
+    same = len(found) == len(right) and all(len(a) == len(b) for a, b in zip(found, right))
+    return same and all(_same_word(a, b) for pair in zip(found, right) for a, b in zip(*pair))
 
 
 def _same_word(found: str, expected: str) -> bool:

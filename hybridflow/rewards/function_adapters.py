@@ -77,11 +77,6 @@ class BoundFunction:
         raise NotImplementedError
 
 
-def bind(function: Any) -> BoundFunction:
-    """Errors: ConfigError for a function that can be called in no known way."""
-    return function if isinstance(function, BoundFunction) else TRLFunction(function)
-
-
 def scores_of(functions: Sequence[BoundFunction], seconds: float, index: int, rows: Rows) -> Any:
     """What a worker process of a reward does."""
     return functions[index].scores(rows, seconds)
@@ -98,8 +93,7 @@ class TRLFunction(BoundFunction):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         name = name_of(function)
-        signature, parameters, everything = parameters_of(function)
-        named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        signature, named, everything = parameters_of(function)
         reads = getattr(function, "reads", None)
         if isinstance(reads, str) or not all(isinstance(entry, str) and entry.rstrip("?") for entry in reads or ()):
             raise ConfigError(f"reward function {name}: reads={reads!r} must be a tuple of column names.")
@@ -107,7 +101,7 @@ class TRLFunction(BoundFunction):
             raise ConfigError(
                 f"reward function {name}{signature} reads the column {strange[0]!r} and does not take it."
             )
-        nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
+        nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in signature.parameters.values())
         takes = everything or "completions" in named or "completion_ids" in named
         if nameless or not takes or (reads is None and {"prompt", "response"} & named.keys()):
             raise ConfigError(
@@ -135,14 +129,15 @@ class TRLFunction(BoundFunction):
         if "prompts" in self._texts:
             given["prompts"] = rows["prompt"]
         if "completions" in self._texts:
-            given["completions"] = list(map(_completion, rows["prompt"], rows["response"]))
+            given["completions"] = [
+                [{"role": "assistant", "content": response}] if prompt and _is_chat(prompt) else response
+                for prompt, response in zip(rows["prompt"], rows["response"], strict=True)
+            ]
         return _attempt(partial(self.inner, **given, **dict.fromkeys(self.logs, lambda name, value: None)))
 
 
-def _completion(prompt: Any, response: str) -> Any:
-    """The response, as chat messages if the prompt is."""
-    chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
-    return [{"role": "assistant", "content": response}] if chat and prompt else response
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
 
 
 class RowFunction(BoundFunction):
@@ -154,11 +149,10 @@ class RowFunction(BoundFunction):
         return self.call(prompt, response, **columns)
 
     def scores(self, rows: Rows, seconds: float) -> Any:
-        others = [(name, values) for name, values in rows.items() if name not in ("prompt", "response")]
-        calls = [
-            partial(self.call, prompt, response, **{name: values[row] for name, values in others})
-            for row, (prompt, response) in enumerate(zip(rows["prompt"], rows["response"], strict=True))
-        ]
+        calls = []
+        for values in zip(*rows.values(), strict=True):
+            columns = dict(zip(rows, values))
+            calls.append(partial(self.call, columns.pop("prompt"), columns.pop("response"), **columns))
         together = self.is_async and len(calls) > 1
         return run_async(_attempt_together(calls, seconds)) if together else list(map(_attempt, calls))
 
@@ -171,12 +165,12 @@ def per_row(function: Callable[..., Any]) -> RowFunction:
     and a row that fails costs no other row. The rows of an async function run at the same time.
     Errors: ConfigError when the function does not take two texts.
     """
-    signature, parameters, everything = parameters_of(function)
+    signature, named, everything = parameters_of(function)
+    parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise ConfigError(f"per_row({name_of(function)}{signature}): it must take (prompt, response, **columns).")
-    columns = [p for p in parameters if p not in positional[:2] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return RowFunction(function, _entries(columns), everything)
+    return RowFunction(function, _entries([p for p in named.values() if p not in positional[:2]]), everything)
 
 
 def whole_batch(function: Callable[..., Any]) -> TRLFunction:
@@ -215,8 +209,7 @@ def from_compute_score(
         raise ConfigError(
             f"from_compute_score(components={components!r}): give a tuple of names, as in components=('acc',)."
         )
-    signature, parameters, everything = parameters_of(function)
-    taken = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    signature, taken, everything = parameters_of(function)
     if missing := [n for n in ("data_source", "solution_str", "ground_truth") if n not in taken and not everything]:
         raise ConfigError(
             f"{name_of(function)}{signature} has no parameter {missing[0]!r}: from_compute_score takes functions "
@@ -237,38 +230,40 @@ def from_compute_score(
 def _compute_score(
     function: Callable[..., Any], names: dict[str, str | None], needs_info: bool, _: Any, response: str, **columns: Any
 ) -> Any:
-    """`names`: the column, or the entry in one, that an argument is; the column of `extra_info` may be missing."""
+    """`names`: the column that an argument is, or the entry in one ("reward_model.ground_truth"), without which the row
+    fails; the column of `extra_info` may be missing."""
     given: dict[str, Any] = {"extra_info": {}} if needs_info else {}
     for argument, name in names.items():
-        if name is None or name.partition(".")[0] in columns:
-            given[argument] = found = None if name is None else _entry(columns, name)
-            if isinstance(found, RowFailure):
-                return found
+        if name is None:
+            given[argument] = None
+            continue
+        column, *path = name.split(".")
+        if column not in columns:
+            continue
+        value = columns[column]
+        for key in path:
+            if not isinstance(value, Mapping) or key not in value:
+                has = (
+                    f"its entries are {sorted(map(str, value))}"
+                    if isinstance(value, Mapping)
+                    else f"it is {value!r:.60}"
+                )
+                return RowFailure(f"column {column!r} has no entry {'.'.join(path)!r}; {has}")
+            value = value[key]
+        given[argument] = value
     return function(solution_str=response, **given)
 
 
-def _entry(columns: dict[str, Any], name: str) -> Any:
-    """The value of a column, or of an entry in it ("reward_model.ground_truth"); a RowFailure if it is missing."""
-    column, *path = name.split(".")
-    value = columns[column]
-    for key in path:
-        if not isinstance(value, Mapping) or key not in value:
-            there = (
-                f"its entries are {sorted(map(str, value))}" if isinstance(value, Mapping) else f"it is {value!r:.60}"
-            )
-            return RowFailure(f"column {column!r} has no entry {name.partition('.')[2]!r}; {there}")
-        value = value[key]
-    return value
-
-
-def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Signature, list[inspect.Parameter], bool]:
-    """Its signature, the parameters, and whether it takes any keyword. Errors: ConfigError without a signature."""
+def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, inspect.Parameter], bool]:
+    """Its signature, the parameters that have a name for calls, and whether it takes any other keyword. Errors:
+    ConfigError without a signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         raise ConfigError(f"reward function {name_of(function)} has no signature: wrap it in one.") from None
-    parameters = list(signature.parameters.values())
-    return signature, parameters, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    parameters = signature.parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return signature, named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _entries(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:

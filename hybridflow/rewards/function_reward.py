@@ -13,7 +13,17 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.data.prompts import RESERVED, RESERVED_PREFIXES
 from hybridflow.errors import RewardError
 from hybridflow.models.images import GRIDS
-from hybridflow.rewards.function_adapters import TEXTS, TRAINER, Breakdown, RowFailure, Rows, bind, name_of, place_of
+from hybridflow.rewards.function_adapters import (
+    TEXTS,
+    TRAINER,
+    BoundFunction,
+    Breakdown,
+    RowFailure,
+    Rows,
+    TRLFunction,
+    name_of,
+    place_of,
+)
 from hybridflow.rewards.process_pool import UNSENT, Outcome
 
 Level = Literal["sample", "token"]
@@ -35,10 +45,6 @@ class Table:
     rows: list[int]
     lengths: list[int]
 
-    def part(self, at: Sequence[int]) -> Rows:
-        """The rows at these places."""
-        return {name: list(map(values.__getitem__, at)) for name, values in self.columns.items()}
-
 
 class FunctionReward:
     """A reward function, with a check of everything that it returns.
@@ -54,8 +60,8 @@ class FunctionReward:
 
     def __init__(self, function: Callable[..., Any], *, level: Level = "sample", column: str = "rewards") -> None:
         self.function, self.level, self.column = function, level, column
-        self.bound, self.name, place = bind(function), name_of(function), place_of(function)
-        self.per_row, self.limits_itself = self.bound.per_row, self.bound.limits_itself
+        self.bound = function if isinstance(function, BoundFunction) else TRLFunction(function)
+        self.name, place = name_of(function), place_of(function)
         self.components = tuple(self.bound.components or ())
         self.where = f"[column {column!r}" + (f", {self.name} at {place}]" if place else "]")
 
@@ -95,21 +101,19 @@ class FunctionReward:
 
     def accepted(self, values: Any, table: Table, at: Sequence[int]) -> list[Answer]:
         """The checked answers for the rows at these places. Errors: RewardError for a wrong one."""
-        answers = values if self.per_row else self._one_per_row(values, [table.rows[row] for row in at])
-        return [self._answer(answer, table.rows[row], table.lengths[row]) for answer, row in zip(answers, at)]
+        if not self.bound.per_row:
+            whose = f"for {len(at)} rows ({table.rows[at[0]]}..{table.rows[at[-1]]}); it must return one per row"
+            once = "To be called once per row instead, wrap it in rewards.per_row"
+            what = f"for {len(at)} rows; it must return a list of {len(at)} numbers. {once}."
+            values = self._several(values, len(at), what, f"{whose}, in their order.")
+        return [self._answer(answer, table.rows[row], table.lengths[row]) for answer, row in zip(values, at)]
 
-    def _one_per_row(self, answer: Any, rows: Sequence[int]) -> Sequence[Any]:
+    def _several(self, answer: Any, count: int, wanted: str, whose: str) -> Sequence[Any]:
         values = _listed(answer)
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-            raise self.error(
-                f"returned {_shown(answer)} for {len(rows)} rows; it must return a list of {len(rows)} numbers. To be "
-                f"called once per row instead, wrap it in rewards.per_row."
-            )
-        if len(values) != len(rows):
-            raise self.error(
-                f"returned {len(values)} rewards for {len(rows)} rows ({rows[0]}..{rows[-1]}); it must return one per "
-                f"row, in their order."
-            )
+            raise self.error(f"returned {_shown(answer)} {wanted}")
+        if len(values) != count:
+            raise self.error(f"returned {len(values)} rewards {whose}")
         return values
 
     def _answer(self, answer: Any, row: int, length: int) -> Answer:
@@ -125,25 +129,16 @@ class FunctionReward:
             given = [key for key in self.components if value.get(key) is not None]
             parts = {key: self._number(value[key], f"as {key!r} at row {row}") for key in given}
             return {VALUE: self._number(value["score"], f"at row {row}"), **parts}
-        if self.level == "token":
-            return {VALUE: self._per_token(value, row, length)}
-        return {VALUE: self._number(value, f"at row {row}")}
+        if self.level == "sample":
+            return {VALUE: self._number(value, f"at row {row}")}
+        must = f"at level='token' it must return a list of {length} numbers, one per response token"
+        wanted = f"at row {row}; {must}. For one number per response use level='sample'."
+        whose = f"at row {row}, whose response has {length} tokens; at level='token' it must return one per response"
+        values = self._several(value, length, wanted, f"{whose} token.")
+        return {VALUE: [self._number(one, f"at row {row}, token {i}") for i, one in enumerate(values)]}
 
     def error(self, says: str) -> RewardError:
         return RewardError(f"reward function {self.name} {says} {self.where}")
-
-    def _per_token(self, value: Any, row: int, length: int) -> list[float]:
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-            raise self.error(
-                f"returned {_shown(value)} at row {row}; at level='token' it must return a list of {length} numbers, "
-                f"one per response token. For one number per response use level='sample'."
-            )
-        if len(value) != length:
-            raise self.error(
-                f"returned {len(value)} rewards at row {row}, whose response has {length} tokens; at level='token' it "
-                f"must return one per response token."
-            )
-        return [self._number(one, f"at row {row}, token {i}") for i, one in enumerate(value)]
 
     def _number(self, answer: Any, place: str) -> float:
         value = _listed(answer)
@@ -176,7 +171,7 @@ class Chunk(NamedTuple):
     @property
     def together(self) -> bool:
         """Whether its rows run on one event loop, each with a limit of its own; a row alone has the call's."""
-        return self.reward.per_row and self.reward.bound.is_async and len(self.at) > 1
+        return self.reward.bound.per_row and self.reward.bound.is_async and len(self.at) > 1
 
     def failed(self, failure: RowFailure) -> RewardError:
         """The error for rows that could not be judged, where that is not allowed."""

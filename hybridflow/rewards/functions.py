@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from types import FrameType
 from typing import Any, Literal, Self
 
@@ -126,12 +125,12 @@ class Functions:
     @property
     def reads(self) -> tuple[str, ...] | None:
         """Columns besides the texts and row_id ("name?" where it may be missing); None: every column."""
-        entries: dict[str, None] = {} if self.by is None else {self.by: None}
+        entries = [self.by] if self.by is not None else []
         for reward in self.rewards:
             if reward.reads is None:
                 return None
-            entries |= dict.fromkeys(reward.reads)
-        return tuple(entry for entry in entries if entry.removesuffix("?") == entry or entry[:-1] not in entries)
+            entries += reward.reads
+        return tuple(entry for entry in dict.fromkeys(entries) if entry[-1:] != "?" or entry[:-1] not in entries)
 
     def check(self) -> None:
         """Further checks on the driver: functions for worker processes can be pickled.
@@ -179,7 +178,7 @@ class Functions:
         for name, reward, table in zip(self.names, self.rewards, tables, strict=True):
             own = range(len(table.rows)) if kinds is None else [i for i, kind in enumerate(kinds) if kind == name]
             parts = 1 if reward.bound.whole else max(1, self.workers)
-            size = 1 if reward.per_row and not reward.bound.is_async else -(-len(own) // parts)
+            size = 1 if reward.bound.per_row and not reward.bound.is_async else -(-len(own) // parts)
             for start in range(0, len(own), size or 1):
                 yield Chunk(reward, table, own[start : start + size])
 
@@ -204,7 +203,9 @@ class Functions:
     def _run_here(self, limit: CallLimit, chunks: Sequence[Chunk]) -> Iterator[Outcome]:
         """Runs the chunks in this process, lazily."""
         for chunk in chunks:
-            seconds = math.inf if chunk.reward.limits_itself else self._seconds + (GRACE if chunk.together else 0.0)
+            seconds = (
+                math.inf if chunk.reward.bound.limits_itself else self._seconds + (GRACE if chunk.together else 0.0)
+            )
             yield Outcome(limit.run(partial(self._caller, *self._call(chunk)), seconds))
 
     def _run_in_workers(self, chunks: Sequence[Chunk]) -> list[Outcome]:
@@ -219,7 +220,8 @@ class Functions:
             raise RewardError(f"reward functions {names}: {error}") from error
 
     def _call(self, chunk: Chunk) -> tuple[int, Rows]:
-        return self.rewards.index(chunk.reward), chunk.table.part(chunk.at)
+        columns = chunk.table.columns
+        return self.rewards.index(chunk.reward), {name: [columns[name][row] for row in chunk.at] for name in columns}
 
     def close(self) -> None:
         """Stop the worker processes, if any, and close the functions that have a method `close`, as verifiers do."""
@@ -246,11 +248,13 @@ class Functions:
             for name, reward, said in zip(self.names, self.rewards, answers, strict=True)
             for part in (VALUE, *reward.components)
         }
-        return Scores(
-            rewards=self._column(sums, table),
-            components={name: torch.tensor(columns[name], dtype=torch.float32) for name in self.writes},
-            failures=failures,
-        )
+        parts = {name: torch.tensor(columns[name], dtype=torch.float32) for name in self.writes}
+        if self.level == "sample":
+            rewards = torch.tensor([value or 0.0 for value in sums], dtype=torch.float32)
+        else:
+            rows = [[0.0] * length if v is None else v for v, length in zip(sums, table.lengths, strict=True)]
+            rewards = Ragged.from_rows(rows, torch.float32)  # type: ignore[arg-type]
+        return Scores(rewards=rewards, components=parts, failures=failures)
 
     def _sum(self, values: Sequence[Value], row: int) -> Value:
         total, where = weighted_sum(values, self.weights), self.rewards[0].where
@@ -265,13 +269,6 @@ class Functions:
             raise RewardError(f"the weighted reward at row {row} does not fit float32: {total!r:.60}. {where}")
         return total
 
-    def _column(self, sums: Sequence[Value], table: Table) -> torch.Tensor | Ragged:
-        if self.level == "sample":
-            return torch.tensor([value or 0.0 for value in sums], dtype=torch.float32)
-        rows = [[0.0] * length if v is None else v for v, length in zip(sums, table.lengths, strict=True)]
-        numbers = [number for row in rows for number in row]  # type: ignore[union-attr]
-        return Ragged.from_lengths(torch.tensor(numbers, dtype=torch.float32), table.lengths)
-
 
 def _number(answer: Answer, part: str) -> float:
     """A component of an answer, NaN where it has none; of values per token the sum."""
@@ -284,13 +281,13 @@ def weighted_sum(values: Sequence[float | list[float] | None], weights: Sequence
 
     Values are numbers, or lists of one length (one number per token), which are added token by token.
     """
-    given = [(weight, value) for weight, value in zip(weights, values, strict=True) if value is not None]
+    given: list[tuple[float, Any]] = [pair for pair in zip(weights, values, strict=True) if pair[1] is not None]
     if not given:
         return None
     if isinstance(given[0][1], list):
-        columns = zip(*(value for _, value in given), strict=True)  # type: ignore[arg-type]
+        columns = zip(*(value for _, value in given), strict=True)
         return [sum(w * v for (w, _), v in zip(given, column, strict=True)) for column in columns]
-    return sum(weight * value for weight, value in given)  # type: ignore[operator]
+    return sum(weight * value for weight, value in given)
 
 
 def named(functions: Any) -> dict[str, Any]:
@@ -300,18 +297,17 @@ def named(functions: Any) -> dict[str, Any]:
     Errors: ConfigError without any function.
     """
     if isinstance(functions, Mapping):
-        for name in functions:
+        out = dict(functions)
+        for name in out:
             good = isinstance(name, str) and name != ""
             require(good, f"reward functions are named by texts that are not empty, got {name!r}.")
-        given = list(functions.items())
     else:
-        several = functions if isinstance(functions, list | tuple) else [functions]
-        given = [(_column_name(function), function) for function in several]
-    require(bool(given), "there is no reward function in the list: give at least one.")
-    out: dict[str, Any] = {}
-    for name, function in given:
-        others = (f"{name}_{number}" for number in count(2))
-        out[name if name not in out else next(other for other in others if other not in out)] = function
+        out = {}
+        for function in functions if isinstance(functions, list | tuple) else [functions]:
+            name = _column_name(function)
+            names = (name, *(f"{name}_{number}" for number in range(2, len(out) + 2)))
+            out[next(one for one in names if one not in out)] = function
+    require(bool(out), "there is no reward function in the list: give at least one.")
     return out
 
 

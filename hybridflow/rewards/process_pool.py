@@ -169,22 +169,17 @@ class ProcessPool:
                 _ = template.fork()
             due = min((worker.due for worker in template.workers if not worker.ready or worker in running), default=0.0)
             for worker, said in template.poll(max(0.0, due - time.monotonic())):
-                index, worker.due = running.pop(worker, None), math.inf
-                outcome, sound = _outcome(said)
+                index, worker.due, sound = running.pop(worker, None), math.inf, True
+                try:
+                    outcome = Outcome(None, said) if isinstance(said, str) else Outcome(*pickle.loads(said))
+                except Exception as error:  # written by the function: reading it may raise anything
+                    outcome, sound = Outcome(None, f"answered with what cannot be read: {reason_of(error)}"), False
                 if not (sound and index is not None) and worker in template.workers:
                     _ = template.end(worker)  # it was not the loop of a worker that said this
                 if index is not None:
                     found[index] = outcome
         template.sweep()
         return [found[index] for index in range(len(calls))]
-
-
-def _outcome(said: bytes | str) -> tuple[Outcome, bool]:
-    """What a worker said, or how it ended, as the outcome of its call; and whether it made sense."""
-    try:
-        return (Outcome(None, said), True) if isinstance(said, str) else (Outcome(*pickle.loads(said)), True)
-    except Exception as error:  # written by the function: reading it may raise anything
-        return Outcome(None, f"answered with what cannot be read: {reason_of(error)}"), False
 
 
 def answer_calls(function: Callable[..., Any], memory_mb: float | None, connection: socket.socket) -> None:
@@ -222,9 +217,9 @@ def plain(value: Any) -> Any:
         return (Breakdown if isinstance(value, Breakdown) else RowFailure)(str(value.reason))
     if hasattr(value, "tolist"):
         return plain(value.tolist())
-    if isinstance(value, list | tuple | set | frozenset):
-        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
-        return kind(map(plain, value))
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return kind(map(plain, value))
     if isinstance(value, Mapping):
         return {plain(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, numbers.Real):

@@ -17,6 +17,7 @@ import threading
 import types
 import unittest
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hybridflow.rewards.sandbox import test_source
@@ -230,14 +231,10 @@ def _of_source(
                 yield _Unit(f"{name}.{method}", functools.partial(_run_method, value, method))
         elif isinstance(value, types.FunctionType) and name == "check" and not test_source.calls(trees, name):
             yield _Unit(name, lambda check=value: check(given()))
-        elif isinstance(value, types.FunctionType) and name.startswith("test") and not _takes_arguments(value):
-            yield _Unit(name, value)
-
-
-def _takes_arguments(function: types.FunctionType) -> bool:
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = inspect.signature(function).parameters.values()
-    return any(one.default is one.empty and one.kind not in kinds for one in given)
+        elif isinstance(value, types.FunctionType) and name.startswith("test"):
+            with suppress(TypeError):  # it takes arguments
+                inspect.signature(value).bind()
+                yield _Unit(name, value)
 
 
 def _run_case(case: unittest.TestCase, name: str) -> None:

@@ -20,6 +20,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from hybridflow.processes.channel import Channel
@@ -37,15 +38,14 @@ _MADE_FROM: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = 
     range: (lambda value: [value.start, value.stop, value.step], range),
     decimal.Decimal: (lambda value: [str(value)], decimal.Decimal),
     fractions.Fraction: (lambda value: [value.numerator, value.denominator], fractions.Fraction),
-    datetime.datetime: (
-        lambda value: [value.isoformat(), value.fold],
-        lambda text, fold: datetime.datetime.fromisoformat(text).replace(fold=fold),
-    ),
+    **{
+        kind: (
+            lambda value: [value.isoformat(), value.fold],
+            lambda text, fold, kind=kind: kind.fromisoformat(text).replace(fold=fold),
+        )
+        for kind in (datetime.datetime, datetime.time)
+    },
     datetime.date: (lambda value: [value.isoformat()], datetime.date.fromisoformat),
-    datetime.time: (
-        lambda value: [value.isoformat(), value.fold],
-        lambda text, fold: datetime.time.fromisoformat(text).replace(fold=fold),
-    ),
     datetime.timedelta: (lambda value: [value.days, value.seconds, value.microseconds], datetime.timedelta),
     collections.deque: (lambda value: [list(value), value.maxlen], collections.deque),
     type(...): (lambda value: [], lambda: ...),
@@ -121,10 +121,8 @@ class Remote:
     def _function(self, name: str) -> Callable[..., Any]:
         def function(*args: Any, **kwargs: Any) -> Any:
             self.asked += 1
-            given = {
-                key: encode(value, other=self._given) for key, value in {"args": [*args], "kwargs": kwargs}.items()
-            }
-            answer = self._ask({"call": name, **given})
+            given, named = encode([*args], other=self._given), encode(kwargs, other=self._given)
+            answer = self._ask({"call": name, "args": given, "kwargs": named})
             for argument, state in zip(args, answer.get("changed") or []):
                 _change(argument, decode(state))
             return decode(answer.get("value"))
@@ -273,34 +271,34 @@ def encode(value: Any, depth: int = 0, *, other: Callable[[Any], Any] | None = N
         return float.__mul__(value, 1.0)
     if isinstance(value, str):
         return str.__getitem__(value, slice(None))
-    for base in _LISTED:
-        if isinstance(value, base):
-            return [base.__name__, items(base.__iter__(value))]  # type: ignore[attr-defined]
-    for base in _MAPPED:
-        if isinstance(value, base):
-            return [base.__name__, [items(pair) for pair in base.items(value)]]  # type: ignore[attr-defined]
-    for base in _BYTES:
-        if isinstance(value, base):
-            return [base.__name__, base64.b64encode(bytes(memoryview(value))).decode()]
+    base: Any = next((base for base in (*_LISTED, *_MAPPED, *_BYTES) if isinstance(value, base)), None)
+    if base in _LISTED:
+        return [base.__name__, items(base.__iter__(value))]
+    if base in _MAPPED:
+        return [base.__name__, [items(pair) for pair in base.items(value)]]
+    if base in _BYTES:
+        return [base.__name__, base64.b64encode(bytes(memoryview(value))).decode()]
     if kind in _MADE_FROM:
         return [kind.__name__, *items(_MADE_FROM[kind][0](value))]
     if kind is type and _TYPES.get(value.__name__) is value:
         return ["type", value.__name__]
-    return _of_numpy(value) or _running(value, items) or (other or _opaque)(value)
-
-
-def _opaque(value: Any) -> Any:
-    kind = type(value)
+    if found := _of_numpy(value) or _running(value, items):
+        return found
+    if other is not None:
+        return other(value)
     true = not any(hasattr(kind, name) for name in ("__bool__", "__len__"))
     return ["opaque", str(kind.__name__), true, callable(value)]
 
 
 def _running(value: Any, items: Callable[[Any], list[Any]]) -> Any:
     """The items of an iterator, or the result of a coroutine."""
-    kind = type(value)
-    if hasattr(kind, "__await__"):
-        return ["coroutine", *items([asyncio.run(_wait(value))])]
-    if not hasattr(kind, "__next__"):
+    if hasattr(type(value), "__await__"):
+
+        async def result() -> Any:
+            return await value
+
+        return ["coroutine", *items([asyncio.run(result())])]
+    if not hasattr(type(value), "__next__"):
         return None
     found = items(itertools.islice(value, _MOST_ITEMS + 1))
     return ["iterator", found[:_MOST_ITEMS], len(found) > _MOST_ITEMS]
@@ -313,10 +311,6 @@ def _plain_types() -> tuple[type, ...]:
         arrays = (numpy.ndarray, numpy.generic)
     running = (types.GeneratorType, types.CoroutineType)
     return (str, int, float, *_LISTED, *_MAPPED, *_BYTES, *_MADE_FROM, *running, *arrays)
-
-
-async def _wait(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def _of_numpy(value: Any) -> Any:
@@ -344,22 +338,11 @@ def decode(data: Any) -> Any:
         raise ValueError(f"not a value: {type(error).__name__}: {error}") from error
 
 
-def _listed(base: Any) -> Callable[[Any], Any]:
-    return lambda items: base([decode(item) for item in items])
-
-
-def _mapped(base: Any) -> Callable[[Any], Any]:
-    def make(pairs: list[list[Any]]) -> Any:
-        made = base()
-        for key, value in pairs:
-            made[decode(key)] = decode(value)
-        return made
-
-    return make
-
-
-def _made(make: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *parts: make(*map(decode, parts))
+def _mapped(base: Any, pairs: list[list[Any]]) -> Any:
+    made = base()
+    for key, value in pairs:
+        made[decode(key)] = decode(value)
+    return made
 
 
 def _array(dtype: str, shape: list[int], content: str) -> Any:
@@ -377,10 +360,10 @@ def _iterator(items: list[Any], more: bool) -> Iterator[Any]:
 
 
 _MAKE: dict[Any, Callable[..., Any]] = {
-    **{base.__name__: _listed(base) for base in _LISTED},
-    **{base.__name__: _mapped(base) for base in _MAPPED},
+    **{base.__name__: lambda items, base=base: base([decode(item) for item in items]) for base in _LISTED},
+    **{base.__name__: partial(_mapped, base) for base in _MAPPED},
     **{base.__name__: lambda text, base=base: base(base64.b64decode(text)) for base in _BYTES},
-    **{kind.__name__: _made(make) for kind, (_, make) in _MADE_FROM.items()},
+    **{kind.__name__: lambda *parts, make=make: make(*map(decode, parts)) for kind, (_, make) in _MADE_FROM.items()},
     "int": lambda text: int(text, 16),
     "one": decode,
     "array": _array,

@@ -147,16 +147,15 @@ class Execution:
 
         Errors: RewardError when the program could not be started, or was lost.
         """
-        said = bytearray()
+        said = b""
         self._control.settimeout(self.limits.seconds + _GRACE)
         try:
             while not self._facts and (piece := self._control.recv(1 << 16)):
                 said += piece
         except OSError as error:
             raise RewardError(f"A contained program was lost: {error}.") from error
-        if not self._facts:
-            for line in bytes(said).splitlines():
-                self._facts.update(json.loads(line))
+        for line in said.splitlines():
+            self._facts.update(json.loads(line))
         if "error" in self._facts:
             raise RewardError(f"A contained program could not be started: {self._facts['error']}.")
         if not self._facts:
@@ -173,14 +172,8 @@ class Execution:
         code = os.waitstatus_to_exitcode(facts["exit"]) if facts["end"] == "exit" else None
         stdout, stderr = self.printed()
         status, reason = self._ending(code, facts, stderr)
-        return Result(
-            status=status,
-            reason=_shown(reason),
-            returncode=code,
-            stdout=stdout,
-            stderr=stderr,
-            seconds=facts["seconds"],
-        )
+        ended: dict[str, Any] = {"status": status, "reason": _shown(reason), "returncode": code}
+        return Result(**ended, stdout=stdout, stderr=stderr, seconds=facts["seconds"])
 
     def _ending(self, code: int | None, facts: dict[str, Any], stderr: str) -> tuple[Status, str]:
         limits = self.limits
@@ -207,15 +200,13 @@ class Execution:
 
 def behind(line: str, limits: Limits) -> tuple[Status, str] | None:
     """Status and reason when an exception, told by the last line of its traceback, comes from a limit."""
-    found: list[Status] = [status for beginning, status in _BEHIND.items() if line.startswith(beginning)]
-    if not found:
-        return None
-    (status,) = found
-    if status == "memory":
-        return status, f"needed more memory than its {limits.memory_mb} MB"
-    if status == "output":
-        return status, f"wrote more than {limits.file_mb} MB to files"
-    return status, (f"did what is not allowed: {line}" if status == "forbidden" else line)
+    told = {
+        "memory": f"needed more memory than its {limits.memory_mb} MB",
+        "forbidden": f"did what is not allowed: {line}",
+        "output": f"wrote more than {limits.file_mb} MB to files",
+    }
+    beginning = next((known for known in _BEHIND if line.startswith(known)), None)
+    return None if beginning is None else (_BEHIND[beginning], told.get(_BEHIND[beginning], line))
 
 
 def _shown(reason: str) -> str:
@@ -229,9 +220,8 @@ def _in_memory(text: str) -> int:
     with os.fdopen(os.dup(file), "wb") as writing:
         writing.write(text.encode("utf-8", "replace"))
     os.lseek(file, 0, os.SEEK_SET)
-    fcntl.fcntl(
-        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-    )
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     return file
 
 

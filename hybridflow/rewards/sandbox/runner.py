@@ -122,7 +122,10 @@ def _become_program(
         job = json.loads(file.read())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    _keep_only(ends[1:])
+    high = [os.dup2(end, 100 + index, inheritable=True) for index, end in enumerate(ends[1:])]
+    for index, end in enumerate(high):  # the descriptors 0, 1, 2, ..., without any other
+        os.dup2(end, index, inheritable=True)
+    os.closerange(len(high), 1 << 16)
     if scratch is None:
         directory = containment.mount_directory(limits["file_mb"])
     else:
@@ -135,14 +138,6 @@ def _become_program(
     containment.limit(limits)
     containment.filter_calls(metadata=scratch is None)
     _run(job, directory)
-
-
-def _keep_only(ends: list[int]) -> None:
-    """Make `ends` the descriptors 0, 1, 2, ... and close all others."""
-    high = [os.dup2(end, 100 + index, inheritable=True) for index, end in enumerate(ends)]
-    for index, end in enumerate(high):
-        os.dup2(end, index, inheritable=True)
-    os.closerange(len(ends), 1 << 16)
 
 
 @contextmanager
@@ -174,25 +169,21 @@ def _run(job: dict[str, Any], directory: str) -> NoReturn:
         verdict = os.dup(1)
         os.dup2(2, 1)  # what the tests print is no verdict
     # A lone surrogate that a program prints is its own business; it must not become an exception here.
-    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
+    as_text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+    sys.stdin, sys.stdout = os.fdopen(0, **as_text), os.fdopen(1, "w", **as_text)
+    sys.stderr = os.fdopen(2, "w", buffering=1, **as_text)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv = [FILE]
     for name in [name for name in sys.modules if name.partition(".")[0] == "hybridflow"]:
         del sys.modules[name]
     sys.path.insert(0, directory)
     if job["kind"] == "judge":
-        _end(lambda: os.write(verdict, json.dumps(_judge(job)).encode()))
+        apart = "program" not in job
+        program = Remote(ValueChannel(*CHANNEL)) if apart else Local(lambda: vars(_load(job, NAME)))
+        _end(lambda: os.write(verdict, json.dumps(judge.run(job, program)).encode()))
     if job["kind"] == "serve":
         _end(lambda: _serve(job, ValueChannel(*CHANNEL)))
     _end(lambda: _load(job, "__main__"))
-
-
-def _judge(job: dict[str, Any]) -> dict[str, Any]:
-    if "program" not in job:
-        return judge.run(job, Remote(ValueChannel(*CHANNEL)))
-    return judge.run(job, Local(lambda: vars(_load(job, NAME))))
 
 
 class Local(Remote):
@@ -253,7 +244,11 @@ def _serve(job: dict[str, Any], channel: ValueChannel) -> None:
                 raise failure
             answer = _called(names, request) if "call" in request else _described(names, request["names"])
         except Exception as error:  # of the program: it belongs to the tests
-            answer = {"error": _told(error)}
+            try:
+                arguments = json.loads(json.dumps(encode(list(error.args))))
+            except Exception as second:  # a value that cannot be sent; the class is what counts
+                arguments = encode([type(second).__name__])
+            answer = {"error": {"classes": _lineage(type(error)), "args": arguments, "limit": _line(error)}}
         channel.send(answer)
 
 
@@ -288,14 +283,6 @@ def _lineage(kind: type[BaseException]) -> list[str]:
     return [base.__name__ for base in own[: count + 1]]
 
 
-def _told(error: BaseException) -> dict[str, Any]:
-    try:
-        arguments = json.loads(json.dumps(encode(list(error.args))))
-    except Exception as second:  # a value that cannot be sent; the class is what counts
-        arguments = encode([type(second).__name__])
-    return {"classes": _lineage(type(error)), "args": arguments, "limit": _line(error)}
-
-
 def _line(error: BaseException) -> str:
     """The last line that a traceback has of it."""
     kind = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
@@ -321,7 +308,13 @@ def _end(main: Callable[[], object]) -> NoReturn:
     except MemoryError:
         os.write(2, b"MemoryError\n")  # nothing is allocated that might fail again
     except BaseException as error:  # the program's: shown as the interpreter would
-        _show(error)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
+            trace = trace.tb_next
+        try:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+        except BaseException as second:  # an excepthook or a __str__ of the program's own
+            _print_error(type(second).__name__)
     finally:
         try:
             atexit._run_exitfuncs()
@@ -331,16 +324,6 @@ def _end(main: Callable[[], object]) -> NoReturn:
             code = code or 1
         finally:
             os._exit(code & 0xFF)
-
-
-def _show(error: BaseException) -> None:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
-        trace = trace.tb_next
-    try:
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-    except BaseException as second:  # an excepthook or a __str__ of the program's own
-        _print_error(type(second).__name__)
 
 
 def _print_error(value: object) -> None:

@@ -51,12 +51,11 @@ class Sandbox:
     def __init__(self, mechanism: Mechanism | None = None, *, prelude: str = "") -> None:
         if mechanism is not None and mechanism not in get_args(Mechanism):
             raise ConfigError(f"Sandbox(mechanism={mechanism!r}).{nearest(str(mechanism), get_args(Mechanism))}")
-        tried: dict[str, str] = {}
-        wanted: tuple[Mechanism, ...] = (mechanism,) if mechanism else get_args(Mechanism)
-        for name in wanted:
-            tried[name] = unavailable(name)
-            if not tried[name]:
+        tried: dict[Mechanism, str] = {}
+        for name in (mechanism,) if mechanism else get_args(Mechanism):
+            if not (reason := unavailable(name)):
                 break
+            tried[name] = reason
         else:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in tried.items())
             raise ConfigError(
@@ -64,7 +63,7 @@ class Sandbox:
                 f"seccomp, and here {mechanism or 'neither'} works ({reasons}). Install bubblewrap and allow user "
                 f"namespaces, or use a kernel with Landlock (5.13 or newer)."
             )
-        if not mechanism and len(tried) > 1:
+        if not mechanism and tried:
             _say_fallback(tried["bubblewrap"])
         self.mechanism: Mechanism = name
         self.prelude = prelude
@@ -185,7 +184,7 @@ def _configuration(end: int, scratch: str | None) -> dict[str, Any]:
     packages = list(dict.fromkeys(path for path in (paths["purelib"], paths["platlib"]) if os.path.isdir(path)))
     wanted = [*_SYSTEM, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix), *packages]
     readable: list[str] = []
-    for path in dict.fromkeys(map(os.path.abspath, wanted)):
+    for path in map(os.path.abspath, wanted):
         if os.path.exists(path) and path != "/" and not any(Path(path).is_relative_to(other) for other in readable):
             readable.append(path)
     return {
@@ -196,15 +195,13 @@ def _configuration(end: int, scratch: str | None) -> dict[str, Any]:
         "scratch": scratch,
         "readable": readable,
         "devices": [path for path in _DEVICES if os.path.exists(path)],
-        "search": not all(map(_open_to_all, readable)),
+        # Whether not every user can reach what is readable.
+        "search": not all(
+            os.stat(part).st_mode & 0o001
+            for path in readable
+            for part in (*Path(path).parents, *([path] if os.path.isdir(path) else []))
+        ),
     }
-
-
-def _open_to_all(path: str) -> bool:
-    """Whether any user can reach this path."""
-    return all(
-        os.stat(part).st_mode & 0o001 for part in [*Path(path).parents, *([path] if os.path.isdir(path) else [])]
-    )
 
 
 def _bubblewrap(config: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import symtable
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 FILE = "tests.py"
@@ -81,15 +81,18 @@ def problem(sources: Sequence[str], *, entry_point: str, objects: bool, prelude:
     `prelude`: names that the tests have besides their own.
     """
     trees = [parse(source) for source in sources]
-    words = Counter(word for tree in trees for word in _words(tree))
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    words = Counter(_last_name(node) or (node.value if isinstance(node, ast.Constant) else "") for node in nodes)
     marker = Marker()
     for tree in trees:
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         collected = {id(node) for body in (tree.body, *(each.body for each in classes)) for node in body}
         for node in ast.walk(tree):
-            if isinstance(node, _DEFINITIONS) and (decorator := _switched_off(node)):
-                return f"{node.name} is marked {decorator}: it judges nothing"
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, _DEFINITIONS):
+                decorators = [_last_name(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
+                if off := [name for name in decorators if name in _NOT_RUN]:
+                    return f"{node.name} is marked {off[0]}: it judges nothing"
+            if isinstance(node, _Function):
                 if node.name == "load_tests":
                     return "they choose themselves what is run (load_tests)"
                 run = words[node.name] or (id(node) in collected and _is_collected(node, node in tree.body))
@@ -127,34 +130,14 @@ def _class_of_the_program(
     return likely[0] if likely and (entry_point or len(theirs) > 1) else ""
 
 
-def _words(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
 def _is_collected(node: _Function, at_top: bool) -> bool:
     """Whether a function is run as a test: check(candidate), test functions without arguments, methods of tests."""
-    if not at_top:
-        return bool(_METHODS.fullmatch(node.name)) and not (node.name.startswith("test") and required(node)[1:])
-    return node.name == "check" or (node.name.startswith("test") and not required(node))
-
-
-def required(node: _Function) -> list[str]:
-    """Names of the arguments that a function must be given."""
     given = node.args
-    positional = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-    keywords = [a.arg for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-    return [*positional[: len(positional) - len(given.defaults)], *keywords]
-
-
-def _switched_off(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
-    names = [_last_name(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
-    return next((name for name in names if name in _NOT_RUN), "")
+    required = len(given.posonlyargs) + len(given.args) - len(given.defaults) + given.kw_defaults.count(None)
+    is_test = node.name.startswith("test")
+    if not at_top:
+        return bool(_METHODS.fullmatch(node.name)) and not (is_test and required > 1)
+    return node.name == "check" or (is_test and not required)
 
 
 def _last_name(node: ast.AST) -> str:
@@ -204,7 +187,7 @@ class Marker(ast.NodeTransformer):
 
     def generic_visit(self, node: ast.AST) -> Any:
         outer = self._scope
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, _Function):
             self._scope = len(self._functions)
             self._functions.append(node.name)
         super().generic_visit(node)
@@ -214,12 +197,9 @@ class Marker(ast.NodeTransformer):
                 names = [_last_name(part) for part in ast.walk(handler.type)] if handler.type else list(_CATCH_ALL)
                 if not set(names) & set(_CATCH_ALL):
                     handler.body.append(self._mark(handler))
-        return [node, self._mark(node)] if _is_check(node) and not self._calls_own(node) else node
-
-    def _calls_own(self, node: ast.AST) -> bool:
-        """A function of the tests marks by itself."""
         call = node.value if isinstance(node, ast.Expr) else None
-        return isinstance(call, ast.Call) and _last_name(call.func) in self._own
+        marks_itself = isinstance(call, ast.Call) and _last_name(call.func) in self._own
+        return [node, self._mark(node)] if _is_check(node) and not marks_itself else node
 
     def _mark(self, node: ast.AST) -> ast.Expr:
         mark = f"{MARK}{len(self.scopes)}"
@@ -271,22 +251,17 @@ class Names:
         known = {name for name in free if hasattr(builtins, name)} | set(self.library)
         self.program = sorted(name for name in free - known if not _ASSERTING.match(name))
         self.tested, self.doubt = "", []
+        check = any(isinstance(s, _Function) and s.name == "check" for tree in trees for s in tree.body)
         if entry_point in known:
             self.tested = entry_point
-        elif not entry_point and not self.program and not self._given_a_candidate(trees):
+        elif not entry_point and not self.program and (not check or calls(trees, "check")):
             per_test = [known & set(map(_last_name, _callees(tree))) for tree in trees]
             per_test = [names for names in per_test if names]
             self.doubt = sorted(set.intersection(*per_test) or set.union(*per_test)) if per_test else []
             likely = [name for name in self.doubt if not hasattr(builtins, name)]
             if len(self.doubt) == 1 or len(likely) == 1:
                 self.tested, self.doubt = (likely or self.doubt)[0], []
-        if self.tested:
-            self.library.pop(self.tested, None)
-
-    @staticmethod
-    def _given_a_candidate(trees: Sequence[ast.Module]) -> bool:
-        defined = [s.name for tree in trees for s in tree.body if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
-        return "check" in defined and not calls(trees, "check")
+        self.library.pop(self.tested, None)
 
 
 def _callees(tree: ast.Module) -> list[ast.Name]:
@@ -340,11 +315,10 @@ class Aliased(ast.NodeTransformer):
         given = {_last_name(n.func) for n in nodes if name in map(_last_name, n.args) and isinstance(n.func, ast.Name)}
         self._receivers = given | (set() if calls(trees, "check") else {"check"})
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+    def visit_FunctionDef(self, node: Any) -> ast.AST:
         return node if node.name in self._receivers else self.generic_visit(node)
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return node if node.name in self._receivers else self.generic_visit(node)
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815  as ast has it
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
         if node.id == self._name and isinstance(node.ctx, ast.Load):

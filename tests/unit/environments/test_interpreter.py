@@ -110,7 +110,7 @@ def test_a_game_of_another_interpreter(python, games, checkpoint):
 
 def test_tools_of_another_interpreter(python, games, checkpoint):
     made = environments.process(python, f"{games}:Shop")
-    (schema,) = Agent(environment=made)._schemas()
+    (schema,) = Agent(environment=made).act.schemas
     assert schema["function"]["description"] == "Buy a product."
     parameters = schema["function"]["parameters"]
     assert parameters["required"] == ["name"]

@@ -165,7 +165,7 @@ def test_skyrl_gym(checkpoint):
 def test_an_mcp_server(checkpoint, tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     tools = environments.mcp([sys.executable, str(tmp_path / "server.py")])
-    (schema,) = Agent(tools=tools)._schemas()
+    (schema,) = Agent(tools=tools).act.schemas
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
     last = []
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridflow.rewards.answer_grammar import Tree, number, read
 from hybridflow.rewards.equivalence import Value, number_pairs, same_number
-from hybridflow.rewards.math import same_answer
+from hybridflow.rewards.match import same_answer
 
 
 def value(text: str) -> Fraction | None:

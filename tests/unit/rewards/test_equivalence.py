@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hybridflow.rewards.math import same_answer
+from hybridflow.rewards.match import same_answer
 from tests.example_answers import DIFFERENT, SAME
 
 ROWS = [

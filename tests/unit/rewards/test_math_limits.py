@@ -13,7 +13,7 @@ import pytest
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Numeric, RowFailure
 from hybridflow.rewards.answer_extraction import own_words
-from hybridflow.rewards.math import Math, same_answer
+from hybridflow.rewards.match import Math, same_answer
 from tests.example_answers import judge
 
 BRACKETS = [
@@ -51,7 +51,7 @@ import resource, sys, time
 from hybridflow.rewards.answer_extraction import final_answer
 from hybridflow.rewards.answer_grammar import read
 from hybridflow.rewards.code import extract_program, same_output
-from hybridflow.rewards.math import same_answer
+from hybridflow.rewards.match import same_answer
 
 def said(text):
     return final_answer("\\n".join([text] * (20_000 // len(text))), unmarked=True)
@@ -189,7 +189,7 @@ def test_of_a_very_long_text_beginning_and_end_are_read():
 
 def test_nothing_is_compared_by_sympy():
     code = (
-        "import sys; from hybridflow.rewards.math import Math; texts = ['#### 18', '\\boxed{x+1}', '\\boxed{5 km}']\n"
+        "import sys; from hybridflow.rewards.match import Math; texts = ['#### 18', '\\boxed{x+1}', '\\boxed{5 km}']\n"
         "print(Math()([''] * 3, texts, answer=['18', '1+x', '5000 m']), 'sympy' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import RowFailure
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
-from hybridflow.rewards.match import Exact, Numeric
-from hybridflow.rewards.math import Math, same_answer
+from hybridflow.rewards.match import Exact, Math, Numeric, same_answer
 from tests import example_endings as endings
 from tests import example_solutions as cases
 from tests.called_rewards import CalledReward as FunctionReward

@@ -31,8 +31,8 @@ def for_all(prompts, completions, *, answer):
 def test_both_conventions():
     assert FunctionReward(one)(PROMPTS, RESPONSES, COLUMNS) == [1.0, 0.0, 1.0]
     assert FunctionReward(for_all)(PROMPTS, RESPONSES, COLUMNS) == [1.0, 0.0, 1.0]
-    assert FunctionReward(one).per_row
-    assert not FunctionReward(for_all).per_row
+    assert FunctionReward(one).bound.per_row
+    assert not FunctionReward(for_all).bound.per_row
     assert FunctionReward(for_all)([], [], {"answer": []}) == []
 
 

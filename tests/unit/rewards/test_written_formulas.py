@@ -9,7 +9,7 @@ from typing import Any
 import mpmath as mp
 import pytest
 
-from hybridflow.rewards.math import same_answer
+from hybridflow.rewards.match import same_answer
 
 FUNCTIONS = {"sin": mp.sin, "cos": mp.cos, "exp": mp.exp, "ln": mp.log, "arctan": mp.atan, "sqrt": mp.sqrt}
 POINTS = [mp.mpf("1.37"), mp.mpf("2.61"), mp.mpf("0.43")]
