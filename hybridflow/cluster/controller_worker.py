@@ -16,7 +16,7 @@ from hybridflow.algorithms.masked import or_sampled
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.algorithms.registry import find_estimator
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.batch_records import BatchRecord
+from hybridflow.cluster.recorded_calls import BatchRecord
 from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.image_processor import thumbnail
 from hybridflow.protocols.operation import Settings, register

@@ -12,7 +12,7 @@ from hybridflow.cluster.future import Future
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.store import Reader
 from hybridflow.protocols.operation import Operation, kind_of
-from hybridflow.protocols.protocol import SKIP
+from hybridflow.protocols.transfer_protocols import SKIP
 from hybridflow.topology import RankGrid
 
 RankInput = dict[str, Any] | None

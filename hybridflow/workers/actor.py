@@ -36,8 +36,8 @@ from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, RowSession
 from hybridflow.workers.model_worker import ModelWorker, lora_of
+from hybridflow.workers.reference import TeacherHead, check_teacher
 from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.teacher import TeacherHead, check_teacher
 from hybridflow.workers.update_call import UpdateCall
 
 logger = logging.getLogger(__name__)
