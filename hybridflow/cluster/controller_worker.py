@@ -45,7 +45,7 @@ class ControllerWorker:
             None if (own := _advantage(call).reads) is None else (*or_sampled(own), *_TRAJECTORIES)
         ),
         writes=lambda settings, call: _advantage(call).writes,
-        check=lambda settings, call: _advantage(call) and None,
+        check=lambda settings, call: _advantage(call),
     )
     def compute_advantage(
         self,

@@ -150,15 +150,11 @@ def reserved_machines(
     bundles = list(range(len(per_node)))
     if not named:
         of_size: dict[int, list[int]] = defaultdict(list)
-        for bundle in sorted(bundles, key=lambda bundle: _address(found[bundle])):
+        addresses = [ipaddress.ip_address(node["NodeManagerAddress"]) for node in found]
+        for bundle in sorted(bundles, key=lambda bundle: ipaddress.get_mixed_type_key(addresses[bundle])):
             of_size[per_node[bundle]].append(bundle)
         bundles = [of_size[count].pop(0) for count in per_node]
     return [(bundle, found[bundle]) for bundle in bundles]
-
-
-def _address(node: Mapping[str, Any]) -> tuple[int, int]:
-    address = ipaddress.ip_address(node["NodeManagerAddress"])
-    return address.version, int(address)
 
 
 def bundle_nodes(table: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], bundles: int) -> list[Mapping[str, Any]]:

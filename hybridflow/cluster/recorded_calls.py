@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.columns import Column, Objects
+from hybridflow.batch.columns import Objects, copy
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future, fetch
@@ -74,26 +74,21 @@ class BatchRecord:
         try:
             with torch.serialization.safe_globals([EncodedImage]):
                 content = torch.load(path, map_location="cpu", weights_only=True)
-            return cls(**content | {name: _batch(content[name]) for name in ("prompts", "rows")})
+            return cls(**content | {name: _unplain(content[name]) for name in ("prompts", "rows")})
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, *_DAMAGED) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"{path} cannot be read as a recorded batch: {why:.200} Replay another step.") from None
 
 
 def _plain(batch: Batch) -> dict[str, Any]:
-    return {name: _plain_column(batch.peek(name)) for name in batch.columns}
-
-
-def _plain_column(column: Column) -> Any:
     """Tensors are copied: a view would be written with all of its memory."""
-    if isinstance(column, Ragged):
-        return {"values": column.values.clone(), "offsets": column.offsets.clone()}
-    return list(column) if isinstance(column, list) else column.clone()
+    own = {name: copy(batch.peek(name)) for name in batch.columns}
+    return {name: {"values": c.values, "offsets": c.offsets} if isinstance(c, Ragged) else c for name, c in own.items()}
 
 
-def _batch(columns: dict[str, Any]) -> Batch:
-    made = {name: Ragged(**column) if isinstance(column, dict) else column for name, column in columns.items()}
-    return Batch({name: Objects(column) if isinstance(column, list) else column for name, column in made.items()})
+def _unplain(columns: dict[str, Any]) -> Batch:
+    kinds: dict[type, Any] = {dict: lambda column: Ragged(**column), list: Objects}
+    return Batch({name: kinds.get(type(column), lambda one: one)(column) for name, column in columns.items()})
 
 
 @dataclass(frozen=True)

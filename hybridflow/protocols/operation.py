@@ -66,7 +66,7 @@ class Operation:
     replica: str | None = None
     whole: Callable[[Settings], bool] | None = field(default=None, repr=False)
     binds: Callable[[Settings, Settings], Settings] | None = field(default=None, repr=False)
-    check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
+    check: Callable[[Settings, Settings], object] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
     metrics: Mapping[str, str] = field(default_factory=dict, compare=False)
     name: str = ""

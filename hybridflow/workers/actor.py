@@ -102,14 +102,10 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
     )
 
 
-def _check_reference(settings: Settings, call: Any) -> None:
-    if lora_of(settings) is None:
-        raise ConfigError(
-            "compute_ref_log_prob of an actor is that of its model without adapters, and this one trains the model "
-            "itself: place a ReferenceWorker, or give train=hf.FSDP(lora=hf.LoRA(...))."
-        )
-
-
+_NO_ADAPTERS = (
+    "compute_ref_log_prob of an actor is that of its model without adapters, and this one trains the model itself: "
+    "place a ReferenceWorker, or give train=hf.FSDP(lora=hf.LoRA(...))."
+)
 _WITHOUT_GENERATION = {"generate": None, "bucket_mb": None, "offload": (), "overlap": False}
 _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response_mask?")
 
@@ -327,7 +323,7 @@ class ActorWorker(RowSession, ModelWorker):
         reads=("prompt_ids", "response_ids", "temperature?", *IMAGES),
         writes=("ref_log_probs",),
         balance="num_tokens",
-        check=_check_reference,
+        check=lambda settings, call: require(lora_of(settings) is not None, _NO_ADAPTERS),
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """`ref_log_probs` ragged [B, R] float32 of the model without its adapters, as a ReferenceWorker gives them."""

@@ -110,10 +110,6 @@ def _check_k(settings: Settings, call: Any) -> None:
     require(good, f"compute_ref_top_k(k={k!r}): give a whole number from 1 to {vocab}, the size of the vocabulary.")
 
 
-def _check_output_layer(settings: Settings, call: Any) -> None:
-    _ = plain_output_layer(settings["model"])
-
-
 class ReferenceWorker(ModelWorker):
     """One rank of a frozen language model; `offload=True` keeps it in host memory between calls.
 
@@ -207,7 +203,7 @@ class ReferenceWorker(ModelWorker):
         reads=("prompt_ids", "response_ids", *IMAGES),
         writes=(TEACHER,),
         balance="num_tokens",
-        check=_check_output_layer,
+        check=lambda settings, call: plain_output_layer(settings["model"]),
     )
     def compute_ref_hidden_states(self, batch: Batch) -> Batch | None:
         """`ref_hidden_states` ragged [B, R, H] in the dtype that the model computes in: the input of the output layer

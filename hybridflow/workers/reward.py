@@ -202,19 +202,19 @@ _OF_MODELS: dict[str, Any] = {"template": "auto"}
 
 def scores(role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the scoring operation of a worker with this role: "reward" or "cost"."""
-    reads, writes = partial(_reads, role), partial(_writes, role)
-    whole = partial(_takes_whole_batches, role)
-    return register(THREE_D_PROTO, reads=reads, writes=writes, trajectories=True, balance=None, whole=whole)
+    return register(
+        THREE_D_PROTO,
+        reads=partial(_reads, role),
+        writes=partial(_writes, role),
+        trajectories=True,
+        whole=lambda own: own["function"] is not None and any(r.bound.whole for r in _functions(role, own).rewards),
+    )
 
 
 def _functions(role: str, settings: Settings) -> Functions:
     """Cheap to build anywhere: nothing runs before the first call."""
     own = {name: settings[name] for name in (*_OF_FUNCTIONS, "level")}
     return Functions(settings["function"], column=f"{role}s", **own)
-
-
-def _takes_whole_batches(role: str, settings: Settings) -> bool:
-    return settings["function"] is not None and any(r.bound.whole for r in _functions(role, settings).rewards)
 
 
 def _reads(role: str, settings: Settings, call: Settings) -> tuple[str, ...] | None:
