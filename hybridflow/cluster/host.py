@@ -33,12 +33,11 @@ from ray import cloudpickle
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.call_request import call_of, take_lost_arguments
-from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
+from hybridflow.cluster.device import IMAGE, DeviceUse, check_cuda, device_index, explain, make_deterministic
 from hybridflow.cluster.expected_calls import ExpectedCalls
 from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.member import Member
-from hybridflow.cluster.out_of_memory import IMAGE, DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.state_images import ImageHead, StateImage
 from hybridflow.cluster.store import Manifest, Reader, write

@@ -31,7 +31,7 @@ from hybridflow.cluster.backend import (
 )
 from hybridflow.cluster.call_request import arguments_sent, requests_of
 from hybridflow.cluster.connection import Termination, connect
-from hybridflow.cluster.cuda_driver import check_cuda
+from hybridflow.cluster.device import check_cuda
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.held_calls import HeldCall
 from hybridflow.cluster.host import Host
