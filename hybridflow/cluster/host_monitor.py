@@ -292,13 +292,11 @@ class HostMonitor:
         watched.open, watched.said, watched.asked = False, b"", None
         watched.until = time.monotonic() + (_AGAIN_SECONDS if watched.seen else liveness.ANSWER_SECONDS)
         try:
-            watched.socket = socket.socket(socket.AF_INET6 if ":" in watched.address[0] else socket.AF_INET)
+            watched.socket = _new_socket(watched.address[0])
         except OSError as error:  # this process has too many open files
             logger.warning("%s is not watched: %s", watched, error)
             watched.done, watched.until = True, math.inf
             return
-        watched.socket.setblocking(False)
-        fail_with_machine(watched.socket, 1, 1, _GONE_SECONDS)
         code = watched.socket.connect_ex(watched.address)
         selector.register(watched.socket, selectors.EVENT_WRITE, watched)
         if code not in (0, errno.EINPROGRESS):
@@ -407,6 +405,14 @@ def _disconnect(selector: selectors.BaseSelector, watched: _Watched) -> None:
             selector.unregister(watched.socket)
         watched.socket.close()
     watched.socket, watched.open, watched.doing = None, False, None
+
+
+def _new_socket(host: str) -> socket.socket:
+    """A socket that fails within `_GONE_SECONDS` when the other machine is gone."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setblocking(False)
+    fail_with_machine(made, 1, 1, _GONE_SECONDS)
+    return made
 
 
 def _refuses(tolerate: float, host: HostProcess) -> bool:
