@@ -23,6 +23,27 @@ _INVARIANT = {  # as vLLM's mode needs them; cuBLAS reads its two once, so model
     "VLLM_USE_AOT_COMPILE": "0",
 }
 _DRIVERS = {"13": 580, "12": 525}  # the oldest branch for each CUDA, by major version: its release notes, table 2
+_GIB = 1 << 30
+IMAGE = "image"
+"""The owner of what is kept in host memory of state that leaves the device."""
+_SMALLER_STEPS = ("micro_tokens", "recompute")
+_ADVICE: dict[str, tuple[str, ...]] = {
+    "__init__": ("share", "offload", "memory_fraction"),
+    "transition": ("memory_fraction", "offload", "tp_g", "share"),
+    "generation": ("memory_fraction", "max_tokens", "offload", "tp_g"),
+    "update": (*_SMALLER_STEPS, "offload", "share", "memory_fraction"),
+    "compute": ("micro_tokens", "offload", "share", "memory_fraction"),
+    "other": ("offload", "share", "memory_fraction"),
+}
+_WORDS = {
+    "micro_tokens": "fewer tokens computed at a time, train=...(micro_tokens=...)",
+    "recompute": "train=...(recompute=True), which computes activations twice instead of keeping them",
+    "offload": "offload= of the groups on this device, whose state then waits on the host",
+    "share": "a smaller part of the model per device, by larger tp or pp, FSDP() or ZeRO(stage=3)",
+    "memory_fraction": "a lower hf.VLLM(memory_fraction=...)",
+    "max_tokens": "shorter or fewer sequences at a time, Sampling(max_tokens=...) or VLLM(max_sequences=...)",
+    "tp_g": "a larger hf.VLLM(tp=...)",
+}
 
 
 def cuda_problem(torch: str, cuda: str | None, driver: str, said: str = "") -> str:
@@ -106,29 +127,6 @@ def driver_answers() -> tuple[str, int | None]:
         return str(nvml.nvmlSystemGetDriverVersion()), max(sizes, default=None)
     except nvml.NVMLError:
         return "", None
-
-
-_GIB = 1 << 30
-IMAGE = "image"
-"""The owner of what is kept in host memory of state that leaves the device."""
-_SMALLER_STEPS = ("micro_tokens", "recompute")
-_ADVICE: dict[str, tuple[str, ...]] = {
-    "__init__": ("share", "offload", "memory_fraction"),
-    "transition": ("memory_fraction", "offload", "tp_g", "share"),
-    "generation": ("memory_fraction", "max_tokens", "offload", "tp_g"),
-    "update": (*_SMALLER_STEPS, "offload", "share", "memory_fraction"),
-    "compute": ("micro_tokens", "offload", "share", "memory_fraction"),
-    "other": ("offload", "share", "memory_fraction"),
-}
-_WORDS = {
-    "micro_tokens": "fewer tokens computed at a time, train=...(micro_tokens=...)",
-    "recompute": "train=...(recompute=True), which computes activations twice instead of keeping them",
-    "offload": "offload= of the groups on this device, whose state then waits on the host",
-    "share": "a smaller part of the model per device, by larger tp or pp, FSDP() or ZeRO(stage=3)",
-    "memory_fraction": "a lower hf.VLLM(memory_fraction=...)",
-    "max_tokens": "shorter or fewer sequences at a time, Sampling(max_tokens=...) or VLLM(max_sequences=...)",
-    "tp_g": "a larger hf.VLLM(tp=...)",
-}
 
 
 @dataclass(frozen=True)

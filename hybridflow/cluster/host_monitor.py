@@ -37,6 +37,15 @@ from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ASK, WATCH, Doing
 from hybridflow.engines.process_groups import fail_with_machine
 
+logger = logging.getLogger(__name__)
+SAMPLE_SECONDS = 2.0
+SILENT_SECONDS = 15.0
+_TICK_SECONDS = 0.5
+_GONE_SECONDS = 2.5  # without an acknowledgement from a machine, and then
+_AGAIN_SECONDS = 1.0  # without an answer to a new connection, it is gone
+_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
+_END_SECONDS = 5.0
+_LONGEST = 1 << 16
 WINDOW_SECONDS = 60.0
 LEAST_SECONDS = 30.0
 """Samples must span this time before a rank is named, and its notices lie a window apart."""
@@ -108,17 +117,6 @@ class SlowRanks:
             node = f" (node {self._nodes[rank]})" if self._nodes[rank] else ""
             said.append(f"rank {rank}{node} for {share:.0%} of the time, last at {last.working[rank]}, in {last.call}")
         return f"{self._role} is slow: in its calls of the last {span:.0f} s its ranks waited for {'; '.join(said)}."
-
-
-logger = logging.getLogger(__name__)
-SAMPLE_SECONDS = 2.0
-SILENT_SECONDS = 15.0
-_TICK_SECONDS = 0.5
-_GONE_SECONDS = 2.5  # without an acknowledgement from a machine, and then
-_AGAIN_SECONDS = 1.0  # without an answer to a new connection, it is gone
-_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
-_END_SECONDS = 5.0
-_LONGEST = 1 << 16
 
 
 @dataclass(eq=False)

@@ -36,6 +36,8 @@ from hybridflow.cluster.session import Session
 from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError
 
+logger = logging.getLogger(__name__)
+_END_SECONDS, _READ_SECONDS, _SHOWN = 60.0, 5.0, 8
 PROGRAM = "program.json"
 BATCHES = "batches"
 """The directory of the records, beside the checkpoints of their run."""
@@ -163,10 +165,6 @@ class RecordedProgram:
         except (OSError, ValueError, TypeError):
             pass
         raise ConfigError(f"{path} does not say which program made this run: it is damaged. Give --driver FILE.py.")
-
-
-logger = logging.getLogger(__name__)
-_END_SECONDS, _READ_SECONDS, _SHOWN = 60.0, 5.0, 8
 
 
 class CallOrder:

@@ -33,6 +33,8 @@ from hybridflow.settings import is_number, require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 
+_READS = ("prompt_ids", "response_ids", "temperature?", *IMAGES)
+
 
 class TeacherHead:
     """Reads this rank's rows of the output layer of `teacher` into host memory, on first use."""
@@ -99,9 +101,6 @@ def check_teacher(spec: Decoder, settings: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"teacher={teacher} has another tokenizer than {settings['model']}: {odd}. Use models of one tokenizer."
         )
-
-
-_READS = ("prompt_ids", "response_ids", "temperature?", *IMAGES)
 
 
 def _check_k(settings: Settings, call: Any) -> None:

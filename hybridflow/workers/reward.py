@@ -34,6 +34,8 @@ from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 
+_OF_FUNCTIONS: dict[str, Any] = {"weights": None, "by": None, "workers": 0, "timeout": None, "on_failure": "raise"}
+_OF_MODELS: dict[str, Any] = {"template": "auto"}
 Template = Literal["auto", "plain", "chat"]
 TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "finished?", "row_id?", f"{GRIDS}?")
 """Columns of rows that are re-tokenised."""
@@ -194,10 +196,6 @@ class Retokenizer:
                 f"row {row} has {length} tokens in the reward model's tokenizer, its context is {self.limit}. Make "
                 f"prompts or responses shorter, or take a reward model with a longer context."
             )
-
-
-_OF_FUNCTIONS: dict[str, Any] = {"weights": None, "by": None, "workers": 0, "timeout": None, "on_failure": "raise"}
-_OF_MODELS: dict[str, Any] = {"template": "auto"}
 
 
 def scores(role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
