@@ -30,7 +30,7 @@ from hybridflow.batch.columns import Objects, copy
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future, fetch
-from hybridflow.cluster.group_call import GroupCall
+from hybridflow.cluster.group import GroupCall
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.session import Session
 from hybridflow.data.encoded_image import EncodedImage
