@@ -237,12 +237,12 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """All tensors on `device` (offsets of ragged columns stay on the CPU). The host does not wait for CUDA."""
         named = {name: column for name, column in self._columns.items() if not isinstance(column, list)}
-        flat = {name: column.values if isinstance(column, Ragged) else column for name, column in named.items()}
-        moved = dict(zip(flat, to_device(list(flat.values()), torch.device(device)), strict=True))
+        flat = [column.values if isinstance(column, Ragged) else column for column in named.values()]
+        moved = dict(zip(named, to_device(flat, torch.device(device)), strict=True))
         made: dict[str, Column] = dict(self._columns)
         for name, column in named.items():
             made[name] = column.with_values(moved[name]) if isinstance(column, Ragged) else moved[name]
-        shared = {name for name in self._shared if moved[name] is flat[name]}
+        shared = {name for name in self._shared if _memory(made[name]) == _memory(self.peek(name))}
         return Batch._of(made, self._rows, shared, self.chunk_rows)
 
     def clone(self) -> Batch:
@@ -329,6 +329,12 @@ class Batch:
             return self._slice(start, start + len(index), chunk_rows)
         made = {name: kinds.take(column, index) for name, column in self._columns.items()}
         return Batch._of(made, len(index), (), chunk_rows)
+
+
+def _memory(column: Column) -> int:
+    if isinstance(column, list):
+        return id(column)
+    return (column.values if isinstance(column, Ragged) else column).data_ptr()
 
 
 def _unpickle(encoded: Mapping[str, Any], rows: int, chunk_rows: tuple[int, ...] | None) -> Batch:
