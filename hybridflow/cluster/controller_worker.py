@@ -20,7 +20,7 @@ from hybridflow.cluster.recorded_calls import BatchRecord
 from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.image_processor import thumbnail
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ONE
+from hybridflow.protocols.protocol import ONE_TO_ONE
 
 
 def _advantage(call: Settings) -> AdvantageCall:

@@ -33,7 +33,7 @@ from hybridflow.cluster.store import Reader
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.errors import ConfigError, EmptyBatchError, HybridFlowError, MissingColumnError, PlacementError, nearest
 from hybridflow.protocols.operation import Operation, kind_of
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, SKIP
+from hybridflow.protocols.protocol import ONE_TO_ALL, SKIP
 from hybridflow.settings import bound_settings
 from hybridflow.topology import RankGrid
 

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from hybridflow.errors import ConfigError, MissingColumnError
-from hybridflow.protocols.transfer_protocols import ONE_TO_ONE, Protocol, on_replica
+from hybridflow.protocols.protocol import ONE_TO_ONE, Protocol, on_replica
 
 Settings = Mapping[str, Any]
 """Keyword arguments: of the worker's constructor, or of one call."""

@@ -31,7 +31,7 @@ from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, MismatchError, PlacementError
 from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
+from hybridflow.protocols.protocol import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, RowSession

@@ -17,7 +17,7 @@ from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
+from hybridflow.protocols.protocol import THREE_D_PROTO
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update_call import UpdateCall

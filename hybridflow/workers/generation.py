@@ -36,7 +36,7 @@ from hybridflow.errors import ConfigError, DivergenceError, PromptError
 from hybridflow.models.hf_spec import image_tokens, read_spec
 from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
+from hybridflow.protocols.protocol import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
 
 _AGENTS = 2

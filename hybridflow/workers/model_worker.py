@@ -39,7 +39,7 @@ from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, Pl
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import Head
 from hybridflow.protocols.operation import OperationKind, Settings, register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol
+from hybridflow.protocols.protocol import ONE_TO_ALL, ONE_TO_ONE, Protocol
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import FREEZE, FROZEN, Worker

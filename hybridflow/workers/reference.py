@@ -28,7 +28,7 @@ from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.models.images import IMAGES
 from hybridflow.models.spec import FAMILIES, ModelSpec, read_config
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
+from hybridflow.protocols.protocol import THREE_D_PROTO
 from hybridflow.settings import is_number, require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker

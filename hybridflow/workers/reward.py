@@ -28,7 +28,7 @@ from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, nearest, rows_named
 from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
+from hybridflow.protocols.protocol import THREE_D_PROTO
 from hybridflow.rewards.functions import Functions
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid

@@ -16,7 +16,7 @@ from hybridflow.errors import (
     PlacementError,
 )
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import (
+from hybridflow.protocols.protocol import (
     ONE_TO_ALL,
     SKIP,
     THREE_D_ALL_MICRO_DP,

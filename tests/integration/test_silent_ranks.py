@@ -21,7 +21,7 @@ from hybridflow.cluster import host_monitor, liveness
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import RewardError, WaitTimeoutError, WorkerError
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import DP_PROTO, ONE_TO_ALL
+from hybridflow.protocols.protocol import DP_PROTO, ONE_TO_ALL
 
 RANKS = 4
 

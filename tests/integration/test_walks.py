@@ -19,7 +19,7 @@ import ray
 import hybridflow as hf
 from hybridflow.cluster.row_refs import outputs_of
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from tests.tiny_models import make_policy, make_prompts, make_rows
 
 ROOT = str(Path(hf.__file__).parent) + os.sep

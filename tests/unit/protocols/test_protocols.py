@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, MissingColumnError, ProtocolError
 from hybridflow.protocols.operation import operations, register
-from hybridflow.protocols.transfer_protocols import (
+from hybridflow.protocols.protocol import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
