@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from hybridflow.loader import text_batch as text_batch
     from hybridflow.placement import Placement as Placement
     from hybridflow.protocols.operation import register as register
-    from hybridflow.protocols.transfer_protocols import ALL_TO_ALL as ALL_TO_ALL
-    from hybridflow.protocols.transfer_protocols import DP_PROTO as DP_PROTO
-    from hybridflow.protocols.transfer_protocols import ONE_TO_ALL as ONE_TO_ALL
-    from hybridflow.protocols.transfer_protocols import ONE_TO_ONE as ONE_TO_ONE
-    from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP as THREE_D_ALL_MICRO_DP
-    from hybridflow.protocols.transfer_protocols import THREE_D_PP_AS_DP as THREE_D_PP_AS_DP
-    from hybridflow.protocols.transfer_protocols import THREE_D_PP_ONLY as THREE_D_PP_ONLY
-    from hybridflow.protocols.transfer_protocols import THREE_D_PROTO as THREE_D_PROTO
+    from hybridflow.protocols.protocol import ALL_TO_ALL as ALL_TO_ALL
+    from hybridflow.protocols.protocol import DP_PROTO as DP_PROTO
+    from hybridflow.protocols.protocol import ONE_TO_ALL as ONE_TO_ALL
+    from hybridflow.protocols.protocol import ONE_TO_ONE as ONE_TO_ONE
+    from hybridflow.protocols.protocol import THREE_D_ALL_MICRO_DP as THREE_D_ALL_MICRO_DP
+    from hybridflow.protocols.protocol import THREE_D_PP_AS_DP as THREE_D_PP_AS_DP
+    from hybridflow.protocols.protocol import THREE_D_PP_ONLY as THREE_D_PP_ONLY
+    from hybridflow.protocols.protocol import THREE_D_PROTO as THREE_D_PROTO
     from hybridflow.run.checkpoints import Checkpoints as Checkpoints
     from hybridflow.run.hub import push_to_hub as push_to_hub
     from hybridflow.run.run_state import load as load

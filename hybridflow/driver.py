@@ -15,7 +15,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
-from hybridflow.cluster.group import WorkerGroup, weights_layout
+from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.held_calls import why_apart
 from hybridflow.cluster.interactive import current_cell, replaced
 from hybridflow.cluster.pool import ResourcePool
@@ -149,7 +149,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     require(not (why := destination.ranks.spec.fixed), why)
 
     def layouts() -> tuple[Layout, Layout]:
-        here, there = (weights_layout(group.session, group.ranks) for group in (source, destination))
+        here, there = (group.session.backend.weights_layout(group.ranks) for group in (source, destination))
         _check_same_model(here, there, source.name, destination.name)
         _check_same_use(source, destination)
         return here, there
@@ -251,7 +251,7 @@ def reallocate(
     for now_or_then in (group.settings, settings):
         require(not (why := spec_of(group.worker_class, now_or_then).fixed), why)
     new = ranks_on(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
-    here, there = (weights_layout(session, ranks, built=False) for ranks in (group.ranks, new))
+    here, there = (session.backend.weights_layout(ranks, built=False) for ranks in (group.ranks, new))
     _check_same_model(here, there, group.name, f"{group.name} as it would be")
     check_memory(where, [new], leaving=group.ranks)
     _replace_ranks(group, new)
@@ -336,7 +336,7 @@ def move_state(group: WorkerGroup, old: RankGroup, new: RankGroup, method: str) 
     backend = group.session.backend
     asked = [backend.tell(ranks, "training_state") for ranks in (old, new)]
     state, there = (wait()[0] for wait in asked)
-    layouts = tuple(weights_layout(group.session, ranks) for ranks in (old, new))
+    layouts = tuple(group.session.backend.weights_layout(ranks) for ranks in (old, new))
     travelling = [(WEIGHTS, layouts)]
     if state is not None:
         if len(state.layout.tensors) == len(layouts[0].tensors):  # no weights are frozen

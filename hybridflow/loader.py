@@ -26,7 +26,7 @@ from hybridflow.engines.vllm.requirements import prompt_limit
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, PromptError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.settings import require
-from hybridflow.workers.reward_model import retokenizes
+from hybridflow.workers.reward import retokenizes
 
 logger = logging.getLogger(__name__)
 

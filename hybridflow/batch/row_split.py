@@ -139,18 +139,6 @@ def balance(loads: Tensor, parts: int) -> list[Tensor]:
     return [torch.from_numpy(column) for column in ordered]
 
 
-def order(assignment: Assignment) -> Tensor:
-    """[rows] int64: all rows in the order in which the parts hold them, part after part and chunk after chunk."""
-    return torch.cat([rows for part in assignment for rows in part])
-
-
-def inverse(order: Tensor) -> Tensor:
-    """[rows] int64: where each row stands in `order`, so that `column[order][inverse(order)]` is `column`."""
-    out = torch.empty_like(order)
-    out[order] = torch.arange(len(order))
-    return out
-
-
 def _sizes(rows: int, parts: int) -> list[int]:
     bounds = even_bounds(rows, parts)
     return [stop - start for start, stop in itertools.pairwise(bounds)]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from hybridflow.cluster.cuda_driver import cuda_problem
+from hybridflow.cluster.device import cuda_problem
 from hybridflow.engines.host_memory import available, capacity
 
 _ANSWER_SECONDS, _IMPORT_SECONDS, _TEST_SECONDS = 5.0, 120.0, 900.0  # vLLM compiles for minutes on new GPUs

@@ -32,7 +32,7 @@ from hybridflow.planner.cost.hardware import Curve, LayerProfile, Pass, architec
 from hybridflow.planner.describe.cluster_spec import known_device, slowed
 from hybridflow.planner.describe.mesh import powers
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
+from hybridflow.protocols.protocol import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import Size, require, settings
 from hybridflow.topology import RankGrid
 from hybridflow.tracing.trace import configuration

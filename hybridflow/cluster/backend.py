@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from hybridflow.cluster.future import Failure
 from hybridflow.cluster.row_refs import RankOutput
+from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.worker_spec import WorkerSpec, spec_of
 from hybridflow.protocols.operation import Operation
+from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 
 CONTROLLER = "hybridflow"
@@ -140,6 +142,14 @@ class SessionBackend(Protocol):
         """`ask` in two parts: issues the calls in the order of all calls, and returns what waits for them, for at most
         as many seconds as it is given."""
         ...
+
+    def weights_layout(self, ranks: RankGroup, built: bool = True) -> Layout:
+        """The layout of the ranks' weights; before they are `built`, perhaps only its tensors are known.
+
+        Errors: ConfigError when the class has none; WorkerError of a rank that is asked for its layout."""
+        require(ranks.spec.layout is not None, f"{ranks.worker_class.__name__} has no weights that could be moved.")
+        layout = ranks.spec.layout(ranks.grid)  # type: ignore[misc]
+        return self.ask(ranks, "runtime_layout")[0] if built and not layout.complete else layout
 
     def place(self, worker_class: type, pool: Any, settings: Mapping[str, Any], name: str, grid: Any) -> Any:
         """The ranks of a new group where the backend has placed it itself: a trace, outside of any pool."""

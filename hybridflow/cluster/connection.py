@@ -246,7 +246,7 @@ class Termination:
 
     def __init__(self) -> None:
         self._came = self._held = self._defers = False
-        self._asked = 0
+        self.asked = 0  # the exit status of a driver that was asked to end at the next step
         self._hook = sys.excepthook
         self._main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGTERM) if self._main else None
@@ -284,16 +284,11 @@ class Termination:
         if self._came:
             raise KeyboardInterrupt
 
-    @property
-    def asked(self) -> int:
-        """The exit status of a driver that was asked to end at the next step; 0 otherwise."""
-        return self._asked
-
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Inside, the first SIGTERM or Ctrl-C only sets `asked`; a second one ends the driver at once."""
         interrupts = self._main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self._asked, self._defers = 0, True
+        self.asked, self._defers = 0, True
         if interrupts:
             signal.signal(signal.SIGINT, self._interrupt)
         try:
@@ -305,9 +300,9 @@ class Termination:
 
     def _ask(self, number: int) -> bool:
         """Whether this signal only asks the driver to end."""
-        if not self._defers or self._asked:
+        if not self._defers or self.asked:
             return False
-        self._asked = 128 + number
+        self.asked = 128 + number
         os.write(2, b"\nsaving at the end of this iteration, then ending; a second signal ends the run at once\n")
         return True
 

@@ -16,11 +16,11 @@ from hybridflow.algorithms.masked import or_sampled
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.algorithms.registry import find_estimator
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.batch_records import BatchRecord
+from hybridflow.cluster.recorded_calls import BatchRecord
 from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.image_processor import thumbnail
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ONE
+from hybridflow.protocols.protocol import ONE_TO_ONE
 
 
 def _advantage(call: Settings) -> AdvantageCall:
@@ -45,7 +45,7 @@ class ControllerWorker:
             None if (own := _advantage(call).reads) is None else (*or_sampled(own), *_TRAJECTORIES)
         ),
         writes=lambda settings, call: _advantage(call).writes,
-        check=lambda settings, call: _advantage(call) and None,
+        check=lambda settings, call: _advantage(call),
     )
     def compute_advantage(
         self,

@@ -15,35 +15,138 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.batch_ref import BatchRef, OneColumn
+from hybridflow.cluster.backend import RankCall, RankGroup
+from hybridflow.cluster.batch_ref import BatchRef, LaterBatch, OneColumn
 from hybridflow.cluster.future import Failure, Future
-from hybridflow.cluster.group_call import GroupCall
 from hybridflow.cluster.held_calls import partners
 from hybridflow.cluster.interactive import group_table
-from hybridflow.cluster.row_refs import ColumnRef, SplitSpec, outputs_of
+from hybridflow.cluster.row_refs import ColumnRef, RankOutput, SplitSpec, outputs_of
 from hybridflow.cluster.session import Session
+from hybridflow.cluster.store import Reader
 from hybridflow.cluster.weight_channels import WEIGHTS
-from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, EmptyBatchError, HybridFlowError, MissingColumnError, PlacementError, nearest
 from hybridflow.protocols.operation import Operation, kind_of
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
-from hybridflow.settings import bound_settings, require
+from hybridflow.protocols.protocol import ONE_TO_ALL, SKIP
+from hybridflow.settings import bound_settings
 from hybridflow.topology import RankGrid
 
 _CLOSE_SECONDS = 60.0
-_DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
-_DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute_advantage(batch, "safe_rlhf", ...)')
-_DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat(n)"}
-_PLACED = {"ref_log_probs": "hf.ReferenceWorker and call compute_ref_log_prob"}
-_PLACED |= {"values": "hf.CriticWorker and call compute_values", "rewards": "hf.RewardWorker and call compute_reward"}
+_NOTHING: Any = SimpleNamespace(split=lambda parts: [_NOTHING] * parts)
+"""Takes the place of rows in a call without batches."""
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """One call on a group. `settings` by name; those named in `rows` are batches, whose columns `reads` travel. Each
+    input row gives `factor` output rows."""
+
+    operation: Operation
+    settings: dict[str, Any]
+    rows: dict[str, BatchRef]
+    reads: dict[str, tuple[str, ...]]
+    writes: tuple[str, ...]
+    factor: int
+    compares: bool = False
+
+    def inputs(self, grid: RankGrid) -> list[dict[str, Any] | None]:
+        """The settings of each rank, one object for ranks with the same; None for a rank that is not called."""
+        protocol, parts = self.operation.protocol, dict[str, Sequence[Any]]()
+        for name, value in self.settings.items():
+            if name in self.rows:
+                split = protocol.split(grid, self.rows[name])
+                distinct = {id(part): part for part in split}
+                reads = {key: one if one is SKIP else one.select(*self.reads[name]) for key, one in distinct.items()}
+                parts[name] = [reads[id(part)] for part in split]
+            else:
+                parts[name] = protocol.split(grid, value) if protocol.prepared else [value] * grid.size
+        called = list(parts.values())
+        if not self.rows and not protocol.prepared:  # the called ranks do not depend on rows
+            called.append(protocol.split(grid, _NOTHING))
+        found, out = dict[tuple[int, ...], dict[str, Any] | None](), list[dict[str, Any] | None]()
+        for values in zip(*called, strict=True) if called else [()] * grid.size:
+            if (key := tuple(map(id, values))) not in found:
+                skipped = any(value is SKIP for value in values)
+                found[key] = None if skipped else dict(zip(parts, values, strict=False))
+            out.append(found[key])
+        return out
+
+    def asked(self, inputs: Sequence[dict[str, Any] | None], seq: int, key: str) -> list[RankCall | None]:
+        """The RankCall of each rank, in rank order: call number `seq` of the ranks with this `key`."""
+        called = tuple(rank for rank, mine in enumerate(inputs) if mine is not None)
+        distinct = {id(mine): mine for mine in inputs if mine is not None}
+        refs = [value for mine in distinct.values() for value in mine.values() if isinstance(value, BatchRef)]
+        agree = called if len(called) > 1 and any(ref.may_fail for ref in refs) else ()
+
+        def of_rank(mine: dict[str, Any]) -> RankCall:
+            source = _source(mine)
+            due = None if source is None or self.operation.resizes else source.rows * self.factor
+            sent = {name: value.to_rank() if isinstance(value, BatchRef) else value for name, value in mine.items()}
+            span = source.span if source else None
+            more = (self.writes, agree, due, span, None, kind_of(self.operation), self.compares)
+            return RankCall(seq, key, self.operation.name, sent, *more)
+
+        calls = {key: of_rank(mine) for key, mine in distinct.items()}
+        return [calls.get(id(mine)) for mine in inputs]
+
+    def results(self, inputs: Sequence[dict[str, Any] | None], outputs: Sequence[RankOutput | None]) -> Sequence[Any]:
+        """The result of each rank, in the form that a protocol collects; made where it does.
+
+        Waits only for row counts that just the workers know."""
+        if not self.writes:
+            return RankResults(outputs, lambda _, output: Future((output,), joins=self.operation.metrics))
+        if self.operation.later:
+            return RankResults(outputs, lambda _, output: LaterBatch((output,), self.writes))
+        unknown = [output for output in outputs if output is not None and output.rows is None]
+        rows = dict(zip(map(id, unknown), Reader().rows(unknown) if unknown else (), strict=True))
+
+        def batch(rank: int, output: RankOutput) -> BatchRef:
+            if output.rows is None:
+                return BatchRef.of_output(replace(output, rows=rows[id(output)]), self.writes)
+            source = _source(inputs[rank] or {})
+            return BatchRef.of_output(output, self.writes, source.part if source else None)
+
+        return RankResults(outputs, batch)
+
+    def prompts(self) -> BatchRef:
+        """What the call reads of its first batch."""
+        name, rows = next(iter(self.rows.items()))
+        return rows.select(*self.reads[name])
+
+    def carried(self, result: Any) -> Any:
+        """The result, with the columns of the input where the operation carries them."""
+        if not self.operation.carries:
+            return result
+        rows = next(iter(self.rows.values()))
+        return (rows.repeat(self.factor) if self.factor > 1 else rows) | result
+
+
+def _source(mine: dict[str, Any]) -> BatchRef | None:
+    """The rank's input rows, if any."""
+    return next((value for value in mine.values() if isinstance(value, BatchRef)), None)
+
+
+class RankResults(Sequence[Any]):
+    """`of(rank, output)` for each rank, `SKIP` for one that was not called: most protocols collect few of them."""
+
+    def __init__(self, outputs: Sequence[RankOutput | None], of: Callable[[int, RankOutput], Any]) -> None:
+        self._outputs, self._of = outputs, of
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[one] for one in range(*rank.indices(len(self)))]
+        output = self._outputs[rank]
+        return SKIP if output is None else self._of(range(len(self))[rank], output)
+
 
 CallSchedule = Mapping[str, Sequence[int | None]]
 """For each operation and each of its calls in an iteration: the index of a replica, or None for the primary. Further
@@ -154,26 +257,11 @@ class WorkerGroup:
         """Whether a replica runs calls of this operation."""
         return any(number is not None for number in self._schedule.get(name, ()))
 
-    @property
-    def worker_class(self) -> type:
-        return self.ranks.worker_class
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The rank in the pool of each rank of the group."""
-        return self.ranks.members
-
-    @property
-    def pool_name(self) -> str:
-        return self.ranks.pool_name
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self.ranks.settings
-
-    @property
-    def grid(self) -> RankGrid:
-        return self.ranks.grid
+    worker_class = property(lambda self: self.ranks.worker_class)
+    members = property(lambda self: self.ranks.members, doc="The rank in the pool of each rank of the group.")
+    pool_name = property(lambda self: self.ranks.pool_name)
+    settings = property(lambda self: self.ranks.settings)
+    grid = property(lambda self: self.ranks.grid)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -229,11 +317,8 @@ class WorkerGroup:
         """A call of a replica with the current weights of `primary`; a failed transfer fails the call."""
         channels = self.session.backend.channels
         if self._version != primary._version or channels.failed(primary.ranks, self.ranks):
-
-            def layouts() -> tuple[Layout, Layout]:
-                return weights_layout(self.session, primary.ranks), weights_layout(self.session, self.ranks)
-
-            channels.send(primary.ranks, self.ranks, WEIGHTS, layouts, required=True)
+            of, pair = self.session.backend.weights_layout, (primary.ranks, self.ranks)
+            channels.send(*pair, WEIGHTS, lambda: (of(pair[0]), of(pair[1])), required=True)
             self._version, self.weights = primary._version, primary.weights
         return self._issued(self.operations[name], args, kwargs)
 
@@ -250,11 +335,8 @@ class WorkerGroup:
         asked = call.asked(inputs, self.session.iterations.sequence(), self.ranks.key)
         issued = self.session.backend.issue(self.ranks, asked, partners(self, operation))
         self.calls_issued[operation.name] += 1
-        if (
-            (one := next(filter(None, issued), None)) is not None
-            and one.call
-            and not (operation.later and self._version)
-        ):
+        one = next(filter(None, issued), None)
+        if one is not None and one.call and not (operation.later and self._version):
             one.call.weights = self.weights  # rows of a session may have been begun by earlier ones
         result = call.carried(operation.protocol.collect(self.grid, call.results(inputs, issued)))
         if isinstance(result, list) and result and all(isinstance(item, Future) for item in result):
@@ -299,7 +381,8 @@ class WorkerGroup:
         except MissingColumnError as error:
             column = getattr(error, "column", "")
             raise MissingColumnError(
-                f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column, ref)}"
+                f"{self.name}.{operation.name} reads {column!r}; no call has written it"
+                f"{self.session.who_writes(column, self, ref.columns)}"
             ) from None
 
     def _compares(self, operation: Operation, ref: BatchRef) -> list[str]:
@@ -341,18 +424,6 @@ class WorkerGroup:
         weights, groups = column(operation.balance), column(together)
         cost = self.ranks.spec.row_cost if weights is not None and self.grid.size > 1 else None
         return SplitSpec(weights, groups, chunks, cost)
-
-    def _who_writes(self, column: str, ref: BatchRef) -> str:
-        if column in _DRIVER_WRITES:
-            return f": call {_DRIVER_WRITES[column]} first."
-        every = [(one, name) for one in self.session.groups.values() for name in one.operations]
-        every.sort(key=lambda one: (one[0].operations[one[1]].later, one[0] is not self))  # sessions of rows last
-        for group, name in every:
-            if column in group.usually_writes(name) and group.can_run(name):
-                return f": call {group.name}.{name}(batch) first."
-        if column in _PLACED:
-            return f" and no group writes it: place {_PLACED[column]}(batch) first."
-        return f" and no group writes it: the prompts must bring it.{nearest(column, ref.columns)}"
 
     def can_run(self, name: str) -> bool:
         """Whether the group's settings alone do not forbid an operation."""
@@ -410,11 +481,8 @@ class WorkerGroup:
         Errors: WorkerError when a rank cannot be built.
         """
         old = self.ranks
-        self.ranks = (
-            pools[old.pool_name]
-            .part(old.members)
-            .ranks(old.name, old.worker_class, old.settings, old.grid, old.own_grid)
-        )
+        pool = pools[old.pool_name].part(old.members)
+        self.ranks = pool.ranks(old.name, old.worker_class, old.settings, old.grid, old.own_grid)
         self._version, self._source, self.weights = 0, None, self._start
         self._compared.clear()
         self._calls_made.clear()
@@ -430,13 +498,3 @@ class WorkerGroup:
         for ranks in self.all_ranks:
             self.session.backend.channels.close(ranks.key)
         self.sleeping.clear()
-
-
-def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> Layout:
-    """The layout of the ranks' weights; before they are `built`, perhaps only its tensors are known.
-
-    Errors: ConfigError when the class has none; WorkerError of a rank that is asked for its layout.
-    """
-    require(ranks.spec.layout is not None, f"{ranks.worker_class.__name__} has no weights that could be moved.")
-    layout = ranks.spec.layout(ranks.grid)  # type: ignore[misc]
-    return session.backend.ask(ranks, "runtime_layout")[0] if built and not layout.complete else layout

@@ -33,16 +33,15 @@ from ray import cloudpickle
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.call_request import call_of, take_lost_arguments
-from hybridflow.cluster.cuda_driver import check_cuda, device_index, make_deterministic
+from hybridflow.cluster.device import IMAGE, DeviceUse, check_cuda, device_index, explain, make_deterministic
 from hybridflow.cluster.expected_calls import ExpectedCalls
 from hybridflow.cluster.future import Failure, Status, Stored, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.member import Member
-from hybridflow.cluster.out_of_memory import IMAGE, DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.state_images import ImageHead, StateImage
 from hybridflow.cluster.store import Manifest, Reader, write
-from hybridflow.cluster.weight_channels import ChannelSpec, Setup, TransferTask, WeightChannel, incomplete
+from hybridflow.cluster.weight_channels import ChannelSpec, HostTransfer, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines import process_groups
 from hybridflow.engines.call_events import MAPPED, CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
@@ -124,31 +123,19 @@ class Host:
 
         The driver does not wait for this call: `create` raises its errors.
         """
+        peers = datetime.timedelta(seconds=self.deadlines.peers)
         try:
-            self._join(store, world)
+            self._store = dist.TCPStore(*store, None, False, _CONNECT, wait_for_workers=False)
+            self._store.set_timeout(peers)
+            if self.use_cuda:
+                check_cuda(self.device.index)
+            if self.deterministic:
+                make_deterministic(self.device.index)
+            backend, own = "cpu:gloo,cuda:nccl" if self.use_cuda else "gloo", dist.PrefixStore(world, self._store)
+            # without device_id: torch would make every nccl group by splitting this one, with all of its processes
+            dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=peers)
         except Exception as error:
             self._unjoined = error
-
-    def _join(self, store: tuple[str, int], world: str) -> None:
-        self._store = dist.TCPStore(*store, None, False, _CONNECT, wait_for_workers=False)
-        self._store.set_timeout(self._peers)
-        if self.use_cuda:
-            check_cuda(self.device.index)
-        if self.deterministic:
-            make_deterministic(self.device.index)
-        backend = "cpu:gloo,cuda:nccl" if self.use_cuda else "gloo"
-        # without device_id: torch would make every later nccl group by splitting this one, with all of its processes
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(world, self._store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=self._peers,
-        )
-
-    @property
-    def _peers(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=self.deadlines.peers)
 
     def create(self, seq: int, ranks: RankGroup, nodes: tuple[int, ...], uninitialized: bool) -> Failure | None:
         """Build one rank of a group, of which rank i is on the node `nodes[i]`; `uninitialized`: its weights will be
@@ -354,7 +341,7 @@ class Host:
             with self._liveness.during(f"{mine.role}.{task.method}"):
                 result = channel = self._channel(task, setup, failed)
                 if isinstance(channel, WeightChannel):
-                    result = channel.run(task, setup, sender, receiver, failed)
+                    result = channel.run(HostTransfer(task, setup, sender, receiver, failed))
                     received, times = 0 if isinstance(result, Failure) else channel.received, channel.span
         except Exception as error:
             result = failed(error)

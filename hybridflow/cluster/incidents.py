@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.connection import private_directory
-from hybridflow.cluster.liveness import all_stacks
+from hybridflow.cluster.liveness import STACKS, ask_all
 from hybridflow.cluster.row_refs import IssuedCall
 from hybridflow.engines.process_groups import SkippedStep
 
@@ -63,7 +63,7 @@ class Incidents:
         self._files += 1
         try:
             origin = parts[0].origin
-            text = "\n".join(f"{'=' * 16} {part.origin}\n{stacks}" for part, stacks in all_stacks(parts))
+            text = "\n".join(f"{'=' * 16} {part.origin}\n{stacks}" for part, stacks in ask_all(parts, STACKS))
             name = re.sub(r"[^\w.-]", "_", f"{origin.role}.{origin.method}")
             with self._new_file(f"stacks-{name}") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {origin.role}.{origin.method}\n{text}")
@@ -74,22 +74,17 @@ class Incidents:
 
     def _new_file(self, start: str) -> Any:
         """A file that does not exist yet, numbered; earlier runs may have left some."""
-        directory = self._directory()
+        if (directory := self.directory()) is None:
+            directory = private_directory() / "stacks"
+            directory.mkdir(exist_ok=True)
+            for old in directory.iterdir():
+                if old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                    old.unlink(missing_ok=True)
         while True:
             try:
                 return open(directory / f"{start}-{next(self._numbers)}.txt", "x", encoding="utf-8")
             except FileExistsError:
                 continue
-
-    def _directory(self) -> Path:
-        if (found := self.directory()) is not None:
-            return found
-        directory = private_directory() / "stacks"
-        directory.mkdir(exist_ok=True)
-        for old in directory.iterdir():
-            if old.stat().st_mtime < time.time() - _KEPT_SECONDS:
-                old.unlink(missing_ok=True)
-        return directory
 
     def write_skipped(self, steps: Iterable[SkippedStep]) -> None:
         """Append steps that are not written yet to `skipped.jsonl` in the run directory; without one, do nothing."""

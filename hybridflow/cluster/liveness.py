@@ -47,7 +47,7 @@ _AT_ONCE = 64  # processes that are asked at a time
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _COLLECTIVE = ("/torch/distributed/", "/engine3d/transfer/", "/pipeline_parallel/p2p_communication.py")
 _COLLECTIVE += ("/engine3d/overlapped_move.py",)
-_COLLECTIVE += ("/engines/megatron/messages.py", "/engines/pipeline_turn.py", "/cluster/control_tree.py")
+_COLLECTIVE += ("/engines/megatron/messages.py", "/engines/pipeline_turn.py", "/cluster/member.py")
 SILENT = "no answer from its process, which is stopped, hangs, or cannot be reached"
 ASK, WATCH, STACKS, LOST, ISSUED = b"a", b"w", b"s", b"l", b"i"
 _LONGEST_ANSWER = 1 << 22
@@ -209,8 +209,16 @@ def _in_collective(frame: FrameType | None) -> bool:
 def ask(address: Any, service: bytes = ASK) -> Doing | str:
     """The activity of the process at `address` (a reference to host and port), or its `STACKS`; or why it does not
     answer."""
+    end, said = time.monotonic() + ANSWER_SECONDS, bytearray()
     try:
-        said = _answer(address, service)
+        host, port, key = ray.get(address, timeout=ANSWER_SECONDS)
+        with socket.create_connection((host, port), timeout=max(0.01, end - time.monotonic())) as connection:
+            connection.sendall(key + service)
+            while len(said) < _LONGEST_ANSWER:
+                connection.settimeout(max(0.01, end - time.monotonic()))
+                if not (part := connection.recv(1 << 16)):
+                    break
+                said += part
         return Doing(**json.loads(said)) if service == ASK else said.decode(errors="replace")
     except ray.exceptions.GetTimeoutError:
         return STARTING
@@ -218,34 +226,29 @@ def ask(address: Any, service: bytes = ASK) -> Doing | str:
         return SILENT
 
 
-def _answer(address: Any, service: bytes) -> bytes:
-    """What the process at `address` says within `ANSWER_SECONDS`."""
-    end = time.monotonic() + ANSWER_SECONDS
-    host, port, key = ray.get(address, timeout=ANSWER_SECONDS)
-    said = bytearray()
-    with socket.create_connection((host, port), timeout=max(0.01, end - time.monotonic())) as connection:
-        connection.sendall(key + service)
-        while len(said) < _LONGEST_ANSWER:
-            connection.settimeout(max(0.01, end - time.monotonic()))
-            if not (part := connection.recv(1 << 16)):
-                break
-            said += part
-    return bytes(said)
+def lives(address: Any) -> bool | None:
+    """Whether the process at `address` lives, or has not started yet; None where its machine does not answer. A stopped
+    process lives."""
+    try:
+        host, port, _ = ray.get(address, timeout=ANSWER_SECONDS)
+        socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()
+    except ray.exceptions.GetTimeoutError:
+        return True
+    except (ray.exceptions.RayError, ConnectionRefusedError, ConnectionResetError):
+        return False
+    except OSError:
+        return None
+    return True
 
 
-def ask_all(parts: Sequence[RankOutput], question: Callable[[Any], Any] = ask) -> list[tuple[RankOutput, Any]]:
-    """The activities of the processes that run these parts' calls, where they can be asked."""
+def ask_all(parts: Sequence[RankOutput], service: bytes = ASK) -> list[tuple[RankOutput, Any]]:
+    """The activities of the processes that run these parts' calls, where they can be asked; or their `STACKS`."""
     asked = [part for part in parts if part.address is not None]
     if not asked:
         return []
     with ThreadPoolExecutor(min(_AT_ONCE, len(asked)), "liveness") as threads:
-        answers = list(threads.map(question, [part.address for part in asked]))
+        answers = list(threads.map(partial(ask, service=service), [part.address for part in asked]))
     return list(zip(asked, answers, strict=True))
-
-
-def all_stacks(parts: Sequence[RankOutput]) -> list[tuple[RankOutput, str]]:
-    """The Python stacks of all threads of these processes, or why one does not answer."""
-    return ask_all(parts, partial(ask, service=STACKS))
 
 
 def unfinished(parts: Sequence[RankOutput]) -> list[RankOutput]:

@@ -31,7 +31,7 @@ from hybridflow.cluster.backend import (
 )
 from hybridflow.cluster.call_request import arguments_sent, requests_of
 from hybridflow.cluster.connection import Termination, connect
-from hybridflow.cluster.cuda_driver import check_cuda
+from hybridflow.cluster.device import check_cuda
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.held_calls import HeldCall
 from hybridflow.cluster.host import Host
@@ -39,8 +39,8 @@ from hybridflow.cluster.host_monitor import HostMonitor
 from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import listening_socket
+from hybridflow.cluster.machines import reserve, reserved_machines
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
-from hybridflow.cluster.reservation import reserve, reserved_machines
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.cluster.startup import stage
 from hybridflow.cluster.weight_channels import WeightChannels

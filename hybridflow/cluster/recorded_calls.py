@@ -2,30 +2,169 @@
 
 run:    group.generate_sequences -> Recorder.call: the call, kept by reference -> `ended`: the controller worker writes
 replay: group.generate_sequences -> Replay.call: the recorded rows; no host is called
+
+`step-00000012.0.pt` is the first such call of iteration 12, `program.json` the program that made the calls. Files hold
+tensors and plain data only: reading one runs no code of it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
+import pickle
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.batch_records import BatchRecords, RecordedProgram
+from hybridflow.batch.columns import Objects, copy
+from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future, fetch
-from hybridflow.cluster.group_call import GroupCall
+from hybridflow.cluster.group import GroupCall
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.session import Session
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.data.encoded_image import EncodedImage
+from hybridflow.errors import BatchError, ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
 _END_SECONDS, _READ_SECONDS, _SHOWN = 60.0, 5.0, 8
+PROGRAM = "program.json"
+BATCHES = "batches"
+"""The directory of the records, beside the checkpoints of their run."""
+_DAMAGED = (EOFError, BatchError, pickle.UnpicklingError)
+_NAME = re.compile(r"step-(\d{8,})\.(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """One call of `role`.`method`: `prompts` are the columns that it read, `rows` those that it wrote, `factor` rows
+    per prompt."""
+
+    role: str
+    method: str
+    factor: int
+    prompts: Batch
+    rows: Batch
+
+    def write(self, path: Path) -> None:
+        """A complete file, or none. Errors: OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half = path.with_name(f".{path.name}.partial")
+        content = vars(self) | {"prompts": _plain(self.prompts), "rows": _plain(self.rows)}
+        try:
+            with half.open("wb") as file:
+                torch.save(content, file)
+            half.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                half.unlink()
+            raise
+
+    @classmethod
+    def read(cls, path: Path) -> BatchRecord:
+        """Errors: ConfigError for a file that is damaged, or has objects other than plain data."""
+        try:
+            with torch.serialization.safe_globals([EncodedImage]):
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            return cls(**content | {name: _unplain(content[name]) for name in ("prompts", "rows")})
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, *_DAMAGED) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"{path} cannot be read as a recorded batch: {why:.200} Replay another step.") from None
+
+
+def _plain(batch: Batch) -> dict[str, Any]:
+    """Tensors are copied: a view would be written with all of its memory."""
+    own = {name: copy(batch.peek(name)) for name in batch.columns}
+    return {name: {"values": c.values, "offsets": c.offsets} if isinstance(c, Ragged) else c for name, c in own.items()}
+
+
+def _unplain(columns: dict[str, Any]) -> Batch:
+    kinds: dict[type, Any] = {dict: lambda column: Ragged(**column), list: Objects}
+    return Batch({name: kinds.get(type(column), lambda one: one)(column) for name, column in columns.items()})
+
+
+@dataclass(frozen=True)
+class BatchRecords:
+    """The records in `directory`, by iteration and number of the call in it; iteration 0: before the loop."""
+
+    directory: Path
+
+    def path(self, step: int, index: int) -> Path:
+        return self.directory / f"step-{step:08d}.{index}.pt"
+
+    def read(self, step: int, index: int) -> BatchRecord:
+        """Errors: ConfigError for a call that is not recorded."""
+        if not (path := self.path(step, index)).is_file():
+            where = f"step {step}" if step else "the calls before the loop"
+            there = f"step {step} has {self._calls(step)} calls" if self._calls(step) else f"recorded are {self}"
+            raise ConfigError(f"call {index + 1} that generates of {where} is not in {self.directory}: {there}.")
+        return BatchRecord.read(path)
+
+    def drop(self, after: int, until: float | None = math.inf) -> None:
+        """Remove the records of the iterations after `after` up to `until`, if they can be removed."""
+        for path in [path for path, step in self._files() if after < step <= (until or 0)]:
+            with suppress(OSError):
+                path.unlink()
+
+    @property
+    def steps(self) -> list[int]:
+        """Iterations of the loop with a record."""
+        return sorted({step for _, step in self._files() if step})
+
+    def __str__(self) -> str:
+        """Such as "steps 1-4, 7"."""
+        parts: list[list[int]] = []
+        for step in self.steps:
+            if parts and parts[-1][1] == step - 1:
+                parts[-1][1] = step
+            else:
+                parts.append([step, step])
+        return f"steps {', '.join(f'{a}-{b}' if a < b else str(a) for a, b in parts)}" if parts else "no steps"
+
+    def _calls(self, step: int) -> int:
+        return sum(found == step for _, found in self._files())
+
+    def _files(self) -> list[tuple[Path, int]]:
+        found = [(path, _NAME.fullmatch(path.name)) for path in self.directory.glob("step-*.pt")]
+        return [(path, int(name[1])) for path, name in found if name]
+
+
+@dataclass(frozen=True)
+class RecordedProgram:
+    """How a run was started: `driver` with `arguments`, in the directory `directory`; "" without a file."""
+
+    driver: str
+    arguments: list[str]
+    directory: str
+
+    def write(self, records: BatchRecords) -> None:
+        """Errors: OSError."""
+        records.directory.mkdir(parents=True, exist_ok=True)
+        half = records.directory / f".{PROGRAM}.{os.getpid()}"
+        half.write_text(json.dumps(vars(self), indent=2) + "\n")
+        half.replace(records.directory / PROGRAM)
+
+    @classmethod
+    def read(cls, records: BatchRecords) -> RecordedProgram:
+        """Errors: ConfigError for a damaged file."""
+        path = records.directory / PROGRAM
+        try:
+            found = cls(**json.loads(path.read_text()))
+            if all(isinstance(one, str) for one in (found.driver, found.directory, *found.arguments)):
+                return found
+        except (OSError, ValueError, TypeError):
+            pass
+        raise ConfigError(f"{path} does not say which program made this run: it is damaged. Give --driver FILE.py.")
 
 
 class CallOrder:

@@ -207,10 +207,10 @@ class Stretches(NamedTuple):
     runs: list[tuple[int, int, int]]
 
 
-def stretches(node: Node) -> Stretches | None:
-    """All rows of `node`; None where they are chosen one by one, or the node has no row."""
+def stretches(node: Node, rows: int) -> Stretches | None:
+    """All `rows` rows of `node`; None where they are chosen one by one, or the node has no row."""
     numbers, runs = dict[int, int](), list[tuple[int, int, int]]()
-    found = list(_stretches(node, 0, _rows(node)))
+    found = list(_stretches(node, 0, rows))
     if not found or any(one is None for one in found):
         return None
     for output, start, stop in found:  # type: ignore[misc]
@@ -220,14 +220,6 @@ def stretches(node: Node) -> Stretches | None:
         else:
             runs.append((which, start, stop))
     return Stretches(list({id(one[0]): one[0] for one in found if one}.values()), runs)
-
-
-def _rows(node: Node) -> int:
-    if isinstance(node, RankOutput):
-        return node.rows or 0
-    if isinstance(node, Concat):
-        return sum(node.rows)
-    return len(node.rows) if isinstance(node.rows, range) else 0
 
 
 def _stretches(node: Node, start: int, stop: int) -> Iterator[tuple[RankOutput, int, int] | None]:

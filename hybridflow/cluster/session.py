@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -19,11 +19,16 @@ from hybridflow.cluster.backend import Deadlines, SessionBackend
 from hybridflow.cluster.incidents import LostHost
 from hybridflow.cluster.interactive import Cell, replaced
 from hybridflow.cluster.ray_backend import RayBackend
-from hybridflow.errors import ConfigError, HybridFlowError, PlacementError
+from hybridflow.errors import ConfigError, HybridFlowError, PlacementError, nearest
 from hybridflow.placement import Placement
 
 logger = logging.getLogger(__name__)
 _PATIENCE = 30.0  # seconds
+_DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
+_DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute_advantage(batch, "safe_rlhf", ...)')
+_DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat(n)"}
+_PLACED = {"ref_log_probs": "hf.ReferenceWorker and call compute_ref_log_prob"}
+_PLACED |= {"values": "hf.CriticWorker and call compute_values", "rewards": "hf.RewardWorker and call compute_reward"}
 
 
 class Session:
@@ -154,6 +159,19 @@ class Session:
                 getattr(part, "flush", lambda: None)()
             except HybridFlowError as error:
                 logger.warning("metrics of a failed call are not written: %s", error)
+
+    def who_writes(self, column: str, asking: Any, have: Iterable[str]) -> str:
+        """The end of a sentence that no call has written the column, for a group that has the columns `have`."""
+        if column in _DRIVER_WRITES:
+            return f": call {_DRIVER_WRITES[column]} first."
+        every = [(one, name) for one in self.groups.values() for name in one.operations]
+        every.sort(key=lambda one: (one[0].operations[one[1]].later, one[0] is not asking))  # sessions of rows last
+        for group, name in every:
+            if column in group.usually_writes(name) and group.can_run(name):
+                return f": call {group.name}.{name}(batch) first."
+        if column in _PLACED:
+            return f" and no group writes it: place {_PLACED[column]}(batch) first."
+        return f" and no group writes it: the prompts must bring it.{nearest(column, have)}"
 
     def unique(self, role: str) -> str:
         """A name for a group: the role, numbered when it is taken."""

@@ -8,8 +8,6 @@ No copies travel where the ranks of the other machines hold everything that thos
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,8 +16,8 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from hybridflow.cluster import liveness
 from hybridflow.cluster.backend import HostProcess, RankGroup, SessionBackend
+from hybridflow.cluster.liveness import lives
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import Move, plan
 from hybridflow.errors import CheckpointError, LayoutError
@@ -133,11 +131,11 @@ class GroupImages:
         hosts = dict[str, list[HostProcess]]()
         for one in chain(*self.kept):
             hosts.setdefault(one.host.machine, []).append(one.host)
-        lives = {machine: _lives(those) for machine, those in hosts.items()}
+        alive = {machine: _lives(those) for machine, those in hosts.items()}
         found = list[KeptImage | None]()
         for images in self.kept:
-            left = [one for one in images if lives[one.host.machine] is not None]
-            left.sort(key=lambda one: not lives[one.host.machine])
+            left = [one for one in images if alive[one.host.machine] is not None]
+            left.sort(key=lambda one: not alive[one.host.machine])
             found.append(next((one for one in left if isinstance(_head(one), ImageHead)), None))
         return found
 
@@ -159,16 +157,13 @@ class GroupImages:
 def redundant(ranks: RankGroup, layout: Layout) -> bool:
     """Whether the ranks of any one machine may be lost, and the others hold everything."""
     machines = [host.machine for host in ranks.hosts]
-    return len(set(machines)) > 1 and all(
-        _covers(layout, [rank for rank, machine in enumerate(machines) if machine != gone]) for gone in set(machines)
-    )
-
-
-def _covers(layout: Layout, holders: Sequence[int]) -> bool:
-    with contextlib.suppress(LayoutError):
-        plan(_only(layout, holders), layout, rank=0, exact=True)
-        return True
-    return False
+    try:
+        for gone in set(machines):
+            left = [rank for rank, machine in enumerate(machines) if machine != gone]
+            plan(_only(layout, left), layout, rank=0, exact=True)
+    except LayoutError:
+        return False
+    return len(set(machines)) > 1
 
 
 def _only(layout: Layout, holders: Sequence[int]) -> Layout:
@@ -206,13 +201,7 @@ def _lives(hosts: Sequence[HostProcess]) -> bool | None:
     """Whether one of these processes of a machine lives; None where the machine does not answer."""
     found = None
     for host in dict.fromkeys(hosts):
-        try:
-            where, port, _ = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
-            socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
-        except ConnectionRefusedError:
-            found = False
-        except (ray.exceptions.RayError, OSError):
-            return found
-        else:
-            return True
+        if (now := lives(host.address)) is not False:
+            return now or found
+        found = False
     return found

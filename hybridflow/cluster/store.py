@@ -106,7 +106,7 @@ class Reader:
         """All columns as one batch, perhaps in shared memory. Errors: WorkerError of a failed writer."""
         columns = rows.columns
         nodes = {id(ref.node): ref.node for ref in columns.values()}
-        sources = {key: stretches(node) or locate(node, self._assign) for key, node in nodes.items()}
+        sources = {key: stretches(node, rows.rows) or locate(node, self._assign) for key, node in nodes.items()}
         held = {id(output): output for source in sources.values() for output in source.outputs}
         manifests = dict(zip(held, self._manifests(list(held.values())), strict=True))
         stored = self._fetch(columns, sources, manifests)

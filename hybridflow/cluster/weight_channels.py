@@ -102,6 +102,28 @@ class TransferTask:
         return f"{self.channel}/{self.seq}"
 
 
+@dataclass(frozen=True)
+class HostTransfer:
+    """A transfer in one process, with its ranks on both sides; `failed` makes a failure of an error. Weights of a
+    sender with `parts` travel as these become final."""
+
+    task: TransferTask
+    setup: Setup | None
+    sender: Member | None
+    receiver: Member | None
+    failed: Callable[[Exception], Failure]
+    parts: Iterator[Final] | None = None
+
+    @property
+    def sides(self) -> list[Member]:
+        return [side for side in (self.sender, self.receiver) if side is not None]
+
+    @property
+    def marks(self) -> list[Any]:
+        """By which its sides say what has been written into their fixed weights."""
+        return [side.worker.fixed_weights()[1] for side in self.sides]
+
+
 @dataclass
 class WeightChannel:
     """One process's end of a channel. `timeout` bounds a collective, `patience` the wait for busy peers, in seconds.
@@ -133,26 +155,18 @@ class WeightChannel:
         ranks = [own if i == self.rank else size + i for i in range(self.size)]
         self._groups = ProcessGroups(self.store, self.spec.name, ranks, self.rank, self.device, self.timeout)
 
-    def run(
-        self,
-        task: TransferTask,
-        setup: Setup | None,
-        sender: Member | None,
-        receiver: Member | None,
-        failed: Callable[[Exception], Failure],
-        parts: Iterator[Final] | None = None,
-    ) -> dict[str, float] | Failure:
-        """Collective over the channel: `bytes` over the wire, `seconds` and `pause` of the slowest, or a Failure.
-        Weights of a sender with `parts` travel as these become final."""
+    def run(self, transfer: HostTransfer) -> dict[str, float] | Failure:
+        """Collective over the channel: `bytes` over the wire, `seconds` and `pause` of the slowest, or a Failure."""
+        task = transfer.task
         if (sent := self._sent.pop(task.seq, None)) is not None:
             return sent
         start, self._waits_since = time.time(), None
-        if sender is not None:  # even if it fails: the others must not wait for it
+        if transfer.sender is not None:  # even if it fails: the others must not wait for it
             self.store.add(task.meeting, 1)
             self._waits_since = time.monotonic()
         if self._broken is not None:
             return self._broken
-        result = self._run(task, setup, sender, receiver, failed, parts)
+        result = self._run(transfer)
         self.span = start, time.time()
         if isinstance(result, Failure) and isinstance(cause := result.error.cause, WaitTimeoutError):
             for error in filter(None, (result.error, cause, cause.__cause__, cause.__context__)):
@@ -174,46 +188,38 @@ class WeightChannel:
 
         def send(parts: Iterator[Final]) -> None:
             try:
-                self._sent[task.seq] = self.run(task, None, sender, None, failed, parts)
+                self._sent[task.seq] = self.run(HostTransfer(task, None, sender, None, failed, parts))
             except Exception as error:  # of the move, not of the step
                 self._sent[task.seq] = failed(error)
 
         beside(steps, send, self.device)
 
-    def _run(
-        self,
-        task: TransferTask,
-        setup: Setup | None,
-        sender: Member | None,
-        receiver: Member | None,
-        failed: Callable[[Exception], Failure],
-        parts: Iterator[Final] | None,
-    ) -> dict[str, float] | Failure:
+    def _run(self, transfer: HostTransfer) -> dict[str, float] | Failure:
         with ExitStack() as resident:
             try:
-                for prepare in (partial(self._plan, task, setup), partial(_storages, task.payload, resident)):
+                for prepare in (self._plan, partial(_storages, resident)):
                     try:
-                        mine, storages = None, prepare(sender, receiver)
+                        mine, storages = None, prepare(transfer)
                     except Exception as error:  # the other ranks must learn of any error
-                        mine, storages = failed(error), None
+                        mine, storages = transfer.failed(error), None
                     if (failure := self._agree(mine)) is not None:
                         return failure
                 assert storages is not None
-                self._bind(task.payload, sender, receiver, *storages)
-                kept = task.payload == WEIGHTS and self._keeps(sender, receiver)
+                self._bind(transfer, *storages)
+                kept = transfer.task.payload == WEIGHTS and self._keeps(transfer)
             except Exception as error:
-                return failed(error)
-            result = self._move(task.payload, sender, receiver, failed, parts, kept)
+                return transfer.failed(error)
+            result = self._move(transfer, kept)
             if self.rank == 0:
-                self.store.delete_key(task.meeting)
+                self.store.delete_key(transfer.task.meeting)
             return result
 
-    def _plan(self, task: TransferTask, setup: Setup | None, sender: Member | None, receiver: Member | None) -> None:
+    def _plan(self, transfer: HostTransfer) -> None:
         """Plan a new payload even if this rank cannot take part: its setup is sent once. A rank that only receives has
         work of its own until all senders are here. Errors: those of a rank that cannot take part, LayoutError when the
         two sides do not match."""
-        payload = task.payload
-        if setup is not None:
+        task, sender, receiver, payload = transfer.task, transfer.sender, transfer.receiver, transfer.task.payload
+        if (setup := transfer.setup) is not None:
             source = setup.source.placed(self.spec.senders, self.size)
             destination = setup.destination.placed(self.spec.receivers, self.size)
             self._plans[payload] = plan(source, destination, self.spec.nodes.__getitem__, rank=self.rank, exact=True)
@@ -224,7 +230,7 @@ class WeightChannel:
             raise LayoutError(
                 f"how {payload} travel was not planned on this rank: the first transfer failed. Repeat it."
             )
-        unfit = [side.failure for side in (sender, receiver) if side is not None]
+        unfit = [side.failure for side in transfer.sides]
         if failure := next(filter(None, [*unfit, sender and sender.incomplete]), None):
             raise failure.error
         if receiver is None or payload != WEIGHTS or {*self.spec.senders} & {*self.spec.receivers}:
@@ -246,18 +252,11 @@ class WeightChannel:
     def _control(self) -> dist.ProcessGroup:
         return self._groups.new("control", range(self.size), "gloo", self.patience)
 
-    def _bind(
-        self,
-        payload: str,
-        sender: Member | None,
-        receiver: Member | None,
-        source: Mapping[str, Tensor],
-        destination: Mapping[str, Tensor],
-    ) -> None:
+    def _bind(self, transfer: HostTransfer, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
         """Bind a payload to the storages, once. Collective. Errors: LayoutError on all ranks, before a byte moves."""
-        if payload in self._moves:
+        if (payload := transfer.task.payload) in self._moves:
             return
-        planned = self._plans[payload]
+        sender, receiver, planned = transfer.sender, transfer.receiver, self._plans[payload]
         parts = [frozenset(move.box.tensor for move in planned.moves)]
         if payload in self._by_parts:
             parts = self._said(self.spec.senders[0], lambda: sender and sender.worker.engine.step_groups())
@@ -282,33 +281,27 @@ class WeightChannel:
             raise said[0]
         return said[0]
 
-    def _keeps(self, sender: Member | None, receiver: Member | None) -> bool:
+    def _keeps(self, transfer: HostTransfer) -> bool:
         """Whether every receiver has the fixed weights from a transfer of this channel, after which nothing has written
         into them on either side. Collective."""
         if not self._fixed:
             return False
-        own = (receiver is None or receiver.incomplete is None) and self._marks == _marks(sender, receiver)
+        receiver = transfer.receiver
+        own = (receiver is None or receiver.incomplete is None) and self._marks == transfer.marks
         return own if self.size == 1 else agree_on(self._control(), None, float(own))[1] == 1.0
 
-    def _move(
-        self,
-        payload: str,
-        sender: Member | None,
-        receiver: Member | None,
-        failed: Callable[[Exception], Failure],
-        parts: Iterator[Final] | None,
-        kept: bool,
-    ) -> dict[str, float] | Failure:
+    def _move(self, transfer: HostTransfer, kept: bool) -> dict[str, float] | Failure:
         """Move, without fixed weights that are `kept`, and agree that everything has arrived, which completes the
         receiver's weights."""
+        payload, receiver, parts, failed = transfer.task.payload, transfer.receiver, transfer.parts, transfer.failed
         mine, start, self.received = None, time.monotonic(), 0
         try:
             moves = self._moves[payload]
             before = moves.received_bytes
             moves.move(one for one in moves.all(parts or ()) if not (kept and one.part == len(moves.transfers) - 1))
             self.received = moves.received_bytes - before
-            if parts is not None and sender is not None:
-                sender.worker.weights_storage()  # raises if the step has broken the model
+            if parts is not None and transfer.sender is not None:
+                transfer.sender.worker.weights_storage()  # raises if the step has broken the model
         except Exception as error:
             mine = failed(error)
         total = {}
@@ -325,7 +318,7 @@ class WeightChannel:
         if receiver is not None:
             receiver.incomplete = None if failure is None else incomplete(failure)
         if payload == WEIGHTS and self._fixed:
-            self._marks = _marks(sender, receiver) if failure is None else None
+            self._marks = transfer.marks if failure is None else None
         return total if failure is None else failure
 
     def _total(self, received: int, seconds: float) -> dict[str, float]:
@@ -348,27 +341,19 @@ class WeightChannel:
         self._groups.close()
 
 
-def _marks(*sides: Member | None) -> list[Any]:
-    """By which this process's sides say what has been written into their fixed weights."""
-    return [side and side.worker.fixed_weights()[1] for side in sides]
-
-
-def _storages(
-    payload: str, resident: ExitStack, sender: Member | None, receiver: Member | None
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+def _storages(resident: ExitStack, transfer: HostTransfer) -> list[Mapping[str, Tensor]]:
     """This process's storages of both sides, at work until the stack closes."""
-    for side in (sender, receiver):
-        if side is not None:
-            resident.enter_context(side.worker.resident())
-
-    def storage(side: Member | None, writes: bool) -> Mapping[str, Tensor]:
+    found, payload = list[Mapping[str, Tensor]](), transfer.task.payload
+    for side in transfer.sides:
+        resident.enter_context(side.worker.resident())
+    for side in (transfer.sender, transfer.receiver):
         if side is None:
-            return {}
-        if payload == WEIGHTS:
-            return side.worker.weights_storage()
-        return side.worker.optimizing_engine().optimizer_storage(writes)[payload]
-
-    return storage(sender, writes=False), storage(receiver, writes=True)
+            found.append({})
+        elif payload == WEIGHTS:
+            found.append(side.worker.weights_storage())
+        else:
+            found.append(side.worker.optimizing_engine().optimizer_storage(side is transfer.receiver)[payload])
+    return found
 
 
 def incomplete(failure: Failure) -> Failure:

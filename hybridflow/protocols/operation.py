@@ -8,8 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from hybridflow.errors import ConfigError, MissingColumnError
-from hybridflow.protocols.protocol import Protocol
-from hybridflow.protocols.transfer_protocols import ONE_TO_ONE, on_replica
+from hybridflow.protocols.protocol import ONE_TO_ONE, Protocol, on_replica
 
 Settings = Mapping[str, Any]
 """Keyword arguments: of the worker's constructor, or of one call."""
@@ -67,7 +66,7 @@ class Operation:
     replica: str | None = None
     whole: Callable[[Settings], bool] | None = field(default=None, repr=False)
     binds: Callable[[Settings, Settings], Settings] | None = field(default=None, repr=False)
-    check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
+    check: Callable[[Settings, Settings], object] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
     metrics: Mapping[str, str] = field(default_factory=dict, compare=False)
     name: str = ""
@@ -78,7 +77,6 @@ class Operation:
         for what, columns in (("reads", self.reads), ("writes", self.writes)):
             if isinstance(columns, str):
                 raise ConfigError(f"@register({what}={columns!r}): give a tuple of columns, ({columns!r},).")
-
         for metric, how in self.metrics.items():
             if how not in JOINS and not how.startswith("by "):
                 raise ConfigError(f"@register(metrics={{{metric!r}: {how!r}}}): give one of {JOINS}, or 'by <metric>'.")

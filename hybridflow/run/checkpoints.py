@@ -21,8 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster.batch_records import BATCHES, BatchRecords
-from hybridflow.cluster.recorded_calls import Recorder, numbered
+from hybridflow.cluster.recorded_calls import BATCHES, BatchRecords, Recorder, numbered
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster.batch_records import BATCHES, PROGRAM, BatchRecords, RecordedProgram
-from hybridflow.cluster.recorded_calls import Replay
+from hybridflow.cluster.recorded_calls import BATCHES, PROGRAM, BatchRecords, RecordedProgram, Replay
 from hybridflow.cluster.session import Session
 from hybridflow.driver import shutdown
 from hybridflow.engines.checkpoint.manifest import complete_steps, is_set_aside, step_of

@@ -29,7 +29,7 @@ from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup, SessionBackend
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.cuda_driver import driver_answers
+from hybridflow.cluster.device import driver_answers
 from hybridflow.cluster.future import Future, Known
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,13 +31,13 @@ from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, MismatchError, PlacementError
 from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, THREE_D_PROTO
+from hybridflow.protocols.protocol import ONE_TO_ALL, THREE_D_PROTO
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, RowSession
 from hybridflow.workers.model_worker import ModelWorker, lora_of
+from hybridflow.workers.reference import TeacherHead, check_teacher
 from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.teacher import TeacherHead, check_teacher
 from hybridflow.workers.update_call import UpdateCall
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,36 @@ def _with_generation(role: str, train: RankGrid, generate: Any) -> RankGrid:
 
 
 def _check(name: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, device_type: str) -> None:
+    """Errors: ConfigError for settings that are unknown or have no effect, and those of `spec`."""
     spec.check(grid, device_type)
-    _check_transition(name, settings)
+    generate, optim, bucket_mb = settings["generate"], settings["optim"], settings["bucket_mb"]
+    offload, overlap = settings["offload"], settings["overlap"]
+    good = bucket_mb is None or (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf)
+    require(good, f"{name}(bucket_mb={bucket_mb!r}): give megabytes above 0, or None.")
+    if isinstance(offload, bool):
+        require(
+            not offload or (generate is None and optim is None),
+            f"{name}: offload=True: give several, such as offload=('optimizer',). An actor that generates or trains "
+            f"never waits as a whole.",
+        )
+        offload = ()
+    check_offload(offload)
+    require(
+        generate is not None or not (offload or bucket_mb is not None),
+        f"{name}(bucket_mb={bucket_mb!r}, offload={offload!r}) says how weights move to generation, and this actor "
+        f"does not generate: give generate=hf.VLLM(...).",
+    )
+    require(
+        not overlap or lora_of(settings) is None,
+        f"{name}(overlap=True) moves weights while others are stepped; with LoRA adapters are stepped, and merged "
+        f"into the weights afterwards: use overlap=False.",
+    )
+    trained = [] if optim is not None else [name for name in offload if name != "generation"]
+    require(not trained, f"{name}(offload={offload!r}): without optim= there are no {' and '.join(trained)}.")
+    require(
+        not overlap or optim is not None,
+        f"{name}(overlap=True) moves weights during optimizer steps: give optim=hf.Adam(lr=...).",
+    )
     assert spec.model is not None
     check_teacher(model := spec.model(), settings)
     good = type(replays := settings.get("replay_routing", False)) is bool
@@ -65,51 +93,15 @@ def _check(name: str, settings: Settings, spec: WorkerSpec, grid: RankGrid, devi
         replay_sizes(model, name)
     good = isinstance(given := settings.get("mismatch", Mismatch()), Mismatch)
     require(good, f"{name}(mismatch={given!r}): give hf.Mismatch(...).")
-    if (generate := settings["generate"]) is not None:
+    if generate is not None:
         check_config(settings["model"])
         check_vllm(model, generate, device_type)
 
 
-def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for transition settings that are unknown or have no effect."""
-    generate, optim, bucket_mb = settings["generate"], settings["optim"], settings["bucket_mb"]
-    offload, overlap = settings["offload"], settings["overlap"]
-    good = bucket_mb is None or (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf)
-    require(good, f"{worker}(bucket_mb={bucket_mb!r}): give megabytes above 0, or None.")
-    if isinstance(offload, bool):
-        require(
-            not offload or (generate is None and optim is None),
-            f"{worker}: offload=True: give several, such as offload=('optimizer',). An actor that generates or trains "
-            f"never waits as a whole.",
-        )
-        offload = ()
-    check_offload(offload)
-    require(
-        generate is not None or not (offload or bucket_mb is not None),
-        f"{worker}(bucket_mb={bucket_mb!r}, offload={offload!r}) says how weights move to generation, and this actor "
-        f"does not generate: give generate=hf.VLLM(...).",
-    )
-    require(
-        not overlap or lora_of(settings) is None,
-        f"{worker}(overlap=True) moves weights while others are stepped; with LoRA adapters are stepped, and merged "
-        f"into the weights afterwards: use overlap=False.",
-    )
-    trained = [] if optim is not None else [name for name in offload if name != "generation"]
-    require(not trained, f"{worker}(offload={offload!r}): without optim= there are no {' and '.join(trained)}.")
-    require(
-        not overlap or optim is not None,
-        f"{worker}(overlap=True) moves weights during optimizer steps: give optim=hf.Adam(lr=...).",
-    )
-
-
-def _check_reference(settings: Settings, call: Any) -> None:
-    if lora_of(settings) is None:
-        raise ConfigError(
-            "compute_ref_log_prob of an actor is that of its model without adapters, and this one trains the model "
-            "itself: place a ReferenceWorker, or give train=hf.FSDP(lora=hf.LoRA(...))."
-        )
-
-
+_NO_ADAPTERS = (
+    "compute_ref_log_prob of an actor is that of its model without adapters, and this one trains the model itself: "
+    "place a ReferenceWorker, or give train=hf.FSDP(lora=hf.LoRA(...))."
+)
 _WITHOUT_GENERATION = {"generate": None, "bucket_mb": None, "offload": (), "overlap": False}
 _COMPARED = ("log_probs", "temperature", "prompt_ids", "response_ids", "response_mask?")
 
@@ -327,7 +319,7 @@ class ActorWorker(RowSession, ModelWorker):
         reads=("prompt_ids", "response_ids", "temperature?", *IMAGES),
         writes=("ref_log_probs",),
         balance="num_tokens",
-        check=_check_reference,
+        check=lambda settings, call: require(lora_of(settings) is not None, _NO_ADAPTERS),
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """`ref_log_probs` ragged [B, R] float32 of the model without its adapters, as a ReferenceWorker gives them."""

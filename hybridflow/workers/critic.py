@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from hybridflow.engines.worker_spec import WorkerSpec
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.models.images import IMAGES
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
+from hybridflow.protocols.protocol import THREE_D_PROTO
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update_call import UpdateCall
@@ -26,42 +26,28 @@ _OF_COSTS = MappingProxyType({"values": "cost_values", "returns": "cost_returns"
 """A cost critic's columns for the `values` and `returns` of a value loss."""
 
 
-@dataclass(frozen=True)
 class CostLoss(Loss):
     """A value loss on cost columns, renamed to the columns that it reads."""
 
-    loss: Loss
-
-    @property
-    def reads(self) -> tuple[str, ...] | None:
-        return None if self.loss.reads is None else tuple(map(self._own, self.loss.reads))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return self.loss.outputs
-
-    @property
-    def by_sequence(self) -> bool:
-        return self.loss.by_sequence
+    def __init__(self, loss: Loss) -> None:
+        self.loss, self.outputs, self.by_sequence = loss, loss.outputs, loss.by_sequence
+        self.reads = None if loss.reads is None else tuple(map(_cost_column, loss.reads))
+        self.metrics = {_cost_metric(name): how for name, how in loss.metrics.items()}
 
     @property
     def per_token(self) -> tuple[str, ...]:
-        return tuple(map(self._own, self.loss.per_token))
-
-    @property
-    def metrics(self) -> Mapping[str, str]:
-        return {_cost_metric(name): how for name, how in self.loss.metrics.items()}
-
-    @staticmethod
-    def _own(read: str) -> str:
-        name = read.removesuffix("?")
-        return _OF_COSTS.get(name, name) + read[len(name) :]
+        return tuple(map(_cost_column, self.loss.per_token))
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         known = {own: name for name, own in _OF_COSTS.items() if own in rows}
         hidden = [name for name in known.values() if name in rows]
         scalar, metrics = self.loss(outputs, rows.without(*hidden).rename(known), totals)
         return scalar, {_cost_metric(name): value for name, value in metrics.items()}
+
+
+def _cost_column(read: str) -> str:
+    name = read.removesuffix("?")
+    return _OF_COSTS.get(name, name) + read[len(name) :]
 
 
 def _cost_metric(name: str) -> str:

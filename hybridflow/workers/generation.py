@@ -36,7 +36,7 @@ from hybridflow.errors import ConfigError, DivergenceError, PromptError
 from hybridflow.models.hf_spec import image_tokens, read_spec
 from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
+from hybridflow.protocols.protocol import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
 
 _AGENTS = 2
@@ -91,10 +91,6 @@ def _check(settings: Settings, call: Settings) -> None:
         agent.check(str(settings["model"]), batch.columns)
 
 
-def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
-    return ("prompt_ids|prompt", "row_id?", *IMAGES) if call["agent"] is None else None
-
-
 def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
     written = (*WRITTEN, "response") if has_tokenizer(settings["model"]) else WRITTEN
     if settings["generate"].return_routed_experts:
@@ -114,7 +110,7 @@ def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
 generates = register(
     THREE_D_ALL_MICRO_DP,
     binds=_bound,
-    reads=_reads,
+    reads=lambda settings, call: ("prompt_ids|prompt", "row_id?", *IMAGES) if call["agent"] is None else None,
     writes=_writes,
     repeat=lambda settings, call: call["sampling"].n,
     carries=True,
@@ -220,16 +216,13 @@ class Generation:
             engine.policy_version = version
             self.outdated, self._named = False, True
         if agent is not None:
-            acted = self._acting.advance(until)
-            return None if acted is None else self._session_columns(acted, agent, sampling.n)
+            if (acted := self._acting.advance(until)) is None:
+                return None
+            own, several = self.trajectory_batch(acted, sampling.n, agent)  # `row_id` is that of `run`
+            return with_session(own, trajectory_session(acted, several)).with_columns(row_id=own["row_id"])
         engine.advance(until)
         taken = engine.take()
         return with_session(self._columns(taken), [(row, row.policy_version, len(row.token_ids)) for row in taken])
-
-    def _session_columns(self, acted: Sequence[Acted], agent: Agent, n: int) -> Batch:
-        """As those of finished rows; versions are those of the whole trajectory, `row_id` is that of `run`."""
-        own, several = self.trajectory_batch(acted, n, agent)
-        return with_session(own, trajectory_session(acted, several)).with_columns(row_id=own["row_id"])
 
     @property
     def unfinished(self) -> bool:

@@ -39,8 +39,7 @@ from hybridflow.errors import BrokenGroupError, CheckpointError, ConfigError, Pl
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import Head
 from hybridflow.protocols.operation import OperationKind, Settings, register
-from hybridflow.protocols.protocol import Protocol
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL, ONE_TO_ONE
+from hybridflow.protocols.protocol import ONE_TO_ALL, ONE_TO_ONE, Protocol
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import FREEZE, FROZEN, Worker
@@ -115,20 +114,17 @@ def _with_saved_adapters(settings: Settings) -> dict[str, Any]:
             f"hf.Megatron()."
         )
     if lora is not None:
-        _check_equal(read_spec(found["model"], "lm"), lora, start)
+        spec = read_spec(found["model"], "lm")
+        for name in ("rank", "alpha", "targets"):
+            here, there = getattr(lora, name), getattr(start, name)
+            require(
+                modules(spec, lora) == modules(spec, start) if name == "targets" else here == there,
+                f"LoRA({name}={here!r}): the adapters in {start.start} have {name}={there!r}. Leave lora= out to take "
+                f"what they have.",
+            )
         start = replace(lora, start=start.start)
     found["train"] = replace(strategy, lora=start)
     return found
-
-
-def _check_equal(spec: Decoder, asked: LoRA, saved: LoRA) -> None:
-    for name in ("rank", "alpha", "targets"):
-        here, there = getattr(asked, name), getattr(saved, name)
-        require(
-            modules(spec, asked) == modules(spec, saved) if name == "targets" else here == there,
-            f"LoRA({name}={here!r}): the adapters in {saved.start} have {name}={there!r}. Leave lora= out to take "
-            f"what they have.",
-        )
 
 
 def _resolved(settings: Settings) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _check_tokens(new: RankGroup, others: Sequence[RankGroup]) -> None:
     """Errors: ConfigError where a model is given the token ids of policies, and has the tokenizer of none of them."""
     known = [one for one in (*others, new) if one.spec.model is not None and "model" in one.settings]
     of = {one.name: str(one.settings["model"]) for one in known}
-    writes = {one.name for one in known if _generates(one)}
+    writes = {one.name for one in known if "generation" in map(kind_of, operations(one.worker_class).values())}
     for one in known if writes else ():
         asked = new.name in writes or one is new
         if not asked or one.name in writes or one.settings.get("tokenizer") is not None:
@@ -175,10 +175,6 @@ def _check_tokens(new: RankGroup, others: Sequence[RankGroup]) -> None:
                 f"{of[min(writes)]}: {odd[0]}. It would read the policy's token ids as other words. Use models of one "
                 f"tokenizer (a RewardWorker takes tokenizer=, the policy's)."
             )
-
-
-def _generates(ranks: RankGroup) -> bool:
-    return any(kind_of(operation) == "generation" for operation in operations(ranks.worker_class).values())
 
 
 ReplicaPlacement = tuple[type, tuple[int, ...], Mapping[str, Any]]

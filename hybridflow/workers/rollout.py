@@ -24,7 +24,7 @@ from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.models.hf_spec import Decoder, check_reading, read_spec, use_of
 from hybridflow.models.spec import ModelSpec
 from hybridflow.protocols.operation import Settings, register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from hybridflow.topology import GenerationGrid, RankGrid
 from hybridflow.workers.generation import Generation, RowSession
 from hybridflow.workers.model_worker import find_checkpoint, local_checkpoint

@@ -18,7 +18,7 @@ import hybridflow as hf
 from hybridflow import FSDP, VLLM, LoRA, Megatron, ZeRO
 from hybridflow.errors import WorkerError
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from tests.tiny_models import make_policy, make_prompts, make_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]

@@ -22,7 +22,7 @@ from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import DeviceMemoryError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from hybridflow.topology import RankGrid
 from tests.tiny_models import make_policy, make_prompts, response_log_probs
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import hybridflow as hf
 from hybridflow.engines.checkpoint.manifest import CheckpointManifest, saved_steps
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from tests import tiny_models
 from tests.tiny_models import make_rows
 from tests.warm_programs import WarmPrograms

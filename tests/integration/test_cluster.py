@@ -23,7 +23,7 @@ from hybridflow.errors import (
 )
 from hybridflow.models.spec import Cost
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, ONE_TO_ONE
+from hybridflow.protocols.protocol import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, ONE_TO_ONE
 
 ROWS = 10
 

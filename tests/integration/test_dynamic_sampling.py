@@ -10,7 +10,7 @@ import torch
 import hybridflow as hf
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import DP_PROTO
+from hybridflow.protocols.protocol import DP_PROTO
 
 
 class Scorer:

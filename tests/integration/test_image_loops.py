@@ -22,7 +22,7 @@ from hybridflow.cluster.row_refs import outputs_of
 from hybridflow.cluster.store import Manifest
 from hybridflow.errors import PromptError
 from hybridflow.models.images import GRIDS, PIXELS
-from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
+from hybridflow.protocols.protocol import THREE_D_PROTO
 from hybridflow.tracking.report.page import write_report
 from recipes import run_all, shapes
 from tests.tiny_models import make_policy

@@ -14,7 +14,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from tests import tiny_models
 from tests.tiny_models import make_rows
 

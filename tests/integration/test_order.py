@@ -19,7 +19,7 @@ from hybridflow.errors import (
     WorkerError,
 )
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import DP_PROTO, ONE_TO_ALL
+from hybridflow.protocols.protocol import DP_PROTO, ONE_TO_ALL
 
 ROWS = 10
 

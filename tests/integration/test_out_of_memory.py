@@ -8,7 +8,7 @@ import torch
 import hybridflow as hf
 from hybridflow.errors import DeviceMemoryError, WorkerError
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 
 
 class Greedy:

@@ -16,13 +16,15 @@ from hybridflow.errors import (
     PlacementError,
 )
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.protocol import SKIP, Protocol, join
-from hybridflow.protocols.transfer_protocols import (
+from hybridflow.protocols.protocol import (
     ONE_TO_ALL,
+    SKIP,
     THREE_D_ALL_MICRO_DP,
     THREE_D_PP_AS_DP,
     THREE_D_PP_ONLY,
     THREE_D_PROTO,
+    Protocol,
+    join,
 )
 from hybridflow.topology import RankGrid
 

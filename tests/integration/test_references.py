@@ -14,7 +14,7 @@ import torch
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import DP_PROTO, ONE_TO_ONE
+from hybridflow.protocols.protocol import DP_PROTO, ONE_TO_ONE
 
 ROWS = 10
 

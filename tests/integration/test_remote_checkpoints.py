@@ -228,7 +228,7 @@ def test_a_run_that_is_asked_to_end_does_not_wait_long(cluster, server, tmp_path
     def loop() -> None:
         for batch in run.loop(Loader(6)):
             server.stop()
-            patch.setattr(cluster.backend.termination, "_asked", 128 + signal.SIGTERM)
+            patch.setattr(cluster.backend.termination, "asked", 128 + signal.SIGTERM)
             run.step(batch, {"loss": 1.0})
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cluster.batch_records import BatchRecord, BatchRecords, RecordedProgram
+from hybridflow.cluster.recorded_calls import BatchRecord, BatchRecords, RecordedProgram
 from tests import tiny_models
 
 DRIVER = Path(__file__).with_name("resuming_driver.py")

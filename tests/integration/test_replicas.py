@@ -8,7 +8,7 @@ import torch
 import hybridflow as hf
 from hybridflow.errors import ReplicaError
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from tests.integration.test_any_generation import QWEN3_MOE, make
 from tests.tiny_models import make_rows
 

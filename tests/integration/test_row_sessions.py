@@ -16,7 +16,7 @@ import hybridflow as hf
 from hybridflow.cluster.batch_ref import LaterBatch
 from hybridflow.errors import BatchError, ConfigError, HostLostError, MissingColumnError, ProtocolError, WorkerError
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from tests.integration.resuming_driver import process_of
 from tests.tiny_models import make_prompts, make_rows
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import hybridflow as hf
-from hybridflow.cluster import host_monitor, liveness, slow_ranks
+from hybridflow.cluster import host_monitor, liveness
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import RewardError, WaitTimeoutError, WorkerError
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import DP_PROTO, ONE_TO_ALL
+from hybridflow.protocols.protocol import DP_PROTO, ONE_TO_ALL
 
 RANKS = 4
 
@@ -132,7 +132,7 @@ def test_a_stopped_rank_is_named_where_ranks_agree_on_their_inputs(pool, place, 
     with stopped(trainer.pid().get()[0]), pytest.raises(WaitTimeoutError) as caught:
         trainer.update(good).get(timeout=2.0)
     names(caught.value, 0)
-    assert "control_tree.py" in stacks_of(caught.value)  # where its peers wait
+    assert "member.py" in stacks_of(caught.value)  # where its peers wait
 
 
 def test_stacks_are_in_the_run_directory_and_a_full_one_hides_no_error(pool, place, batch, cluster, settle, tmp_path):
@@ -191,7 +191,7 @@ def test_an_error_of_the_workers_own_is_no_fault_of_a_peer(pool, place, batch):
 def test_a_slow_rank_is_named_while_the_call_runs(pool, place, batch, monkeypatch, caplog):
     """Samples are taken every 0.2 s here, and a rank is named after 4 s of them."""
     monkeypatch.setattr(host_monitor, "SAMPLE_SECONDS", 0.2)
-    monkeypatch.setattr(slow_ranks, "LEAST_SECONDS", 4.0)
+    monkeypatch.setattr(host_monitor, "LEAST_SECONDS", 4.0)
     trainer = place(Trainer, pool, name="trainer")
     with caplog.at_level(logging.WARNING, "hybridflow.cluster.host_monitor"):
         trainer.many_updates(batch, slow=2, seconds=10.0).get()

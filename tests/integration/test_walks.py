@@ -19,12 +19,12 @@ import ray
 import hybridflow as hf
 from hybridflow.cluster.row_refs import outputs_of
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from tests.tiny_models import make_policy, make_prompts, make_rows
 
 ROOT = str(Path(hf.__file__).parent) + os.sep
-# name: files on the driver, files on a host
-MOST = {"generate_sequences": (21, 39), "update_actor": (25, 48)}
+# name: files on the driver, files on a host (with expected_calls.py, where a model has waited in host memory before)
+MOST = {"generate_sequences": (19, 39), "update_actor": (22, 48)}
 
 
 class Walk:

@@ -14,7 +14,7 @@ from typing import Any
 import hybridflow as hf
 from hybridflow.engines.contract import STATES, TrainState
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from hybridflow.workers.worker import Worker
 from tests.throttled_link import Clock, Link
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import PlacementError
-from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
+from hybridflow.protocols.protocol import THREE_D_ALL_MICRO_DP
 from hybridflow.topology import GenerationGrid, RankGrid, even_bounds
 
 axes = st.lists(st.sampled_from(["p", "t", "d"]), unique=True, max_size=3)

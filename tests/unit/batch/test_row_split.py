@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.batch.row_split import RowPlan, balance, inverse, order
+from hybridflow.batch.row_split import RowPlan, balance
 from hybridflow.errors import BatchError
 from hybridflow.topology import even_bounds
 
@@ -39,7 +39,7 @@ def check_cover(assignment, rows: int, parts: int, chunks: int) -> None:
         for index in part:
             assert index.dtype == torch.int64
             assert (index.diff() > 0).all()
-    assert sorted(order(assignment).tolist()) == list(range(rows))
+    assert sorted(torch.cat([index for part in assignment for index in part]).tolist()) == list(range(rows))
 
 
 @given(st.integers(0, 500), st.integers(1, 600))
@@ -120,14 +120,6 @@ def test_mini_batches_do_not_depend_on_the_number_of_parts(size, other, balanced
         return [sorted(torch.cat([part[chunk] for part in assignment]).tolist()) for chunk in range(chunks)]
 
     assert members(parts) == members(other)
-
-
-@given(sizes, st.integers(0, 2**20))
-def test_inverse_restores_the_order(size, seed):
-    rows, parts, chunks = size
-    at = order(RowPlan(rows, parts, chunks).assign(weights_of(rows, seed)))
-    column = torch.rand(rows, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(column[at][inverse(at)], column)
 
 
 def test_equal_groups_stay_equal_counts():

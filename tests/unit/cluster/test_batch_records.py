@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 
 import hybridflow as hf
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.batch_records import BatchRecord, BatchRecords, RecordedProgram
-from hybridflow.cluster.recorded_calls import Recorder, Replay, differing_rows
+from hybridflow.cluster.recorded_calls import (
+    BatchRecord,
+    BatchRecords,
+    RecordedProgram,
+    Recorder,
+    Replay,
+    differing_rows,
+)
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError
 from hybridflow.run.replay import ReplayedStep, replay

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hybridflow.cluster.control_tree import ControlTree
+from hybridflow.cluster.member import ControlTree
 from hybridflow.errors import WaitTimeoutError
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hybridflow.cluster.cuda_driver import cuda_problem, device_index
+from hybridflow.cluster.device import cuda_problem, device_index
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.cluster.out_of_memory import DeviceUse, explain
+from hybridflow.cluster.device import DeviceUse, explain
 from hybridflow.errors import DeviceMemoryError, HybridFlowError
 
 GIB = 1 << 30

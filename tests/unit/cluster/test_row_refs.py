@@ -34,8 +34,13 @@ from hybridflow.cluster.row_refs import (
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError
-from hybridflow.protocols.protocol import Protocol
-from hybridflow.protocols.transfer_protocols import DP_PROTO, THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP, THREE_D_PROTO
+from hybridflow.protocols.protocol import (
+    DP_PROTO,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_AS_DP,
+    THREE_D_PROTO,
+    Protocol,
+)
 from hybridflow.topology import RankGrid
 
 quick = settings(max_examples=60, deadline=None)
@@ -226,7 +231,7 @@ def test_rows_side_by_side_are_found_as_stretches(data):
             picked = np.array(data.draw(st.lists(st.integers(0, rows - 1), max_size=4)), np.int64)
             node = Gather(node, picked) if how == "pick" else Gather(node, range(rows * 2), 2)
             rows = len(picked) if how == "pick" else rows * 2
-    found, expected = stretches(node), locate(node, lambda order: [])
+    found, expected = stretches(node, rows), locate(node, lambda order: [])
     if found is None:
         assert chosen or not rows
         return

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.cluster.host_monitor import WINDOW_SECONDS, Sample, SlowRanks, sample, slow
 from hybridflow.cluster.liveness import Doing
-from hybridflow.cluster.slow_ranks import WINDOW_SECONDS, Sample, SlowRanks, sample, slow
 
 CALL = "actor.update"
 WAITS, WORKS, IDLE = Doing(CALL, "x.py:1 in f", True), Doing(CALL, "own.py:12 in step", False), Doing()

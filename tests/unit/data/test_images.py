@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 import hybridflow as hf
 from hybridflow.algorithms.masked import token_column
-from hybridflow.cluster.batch_records import BatchRecord
+from hybridflow.cluster.recorded_calls import BatchRecord
 from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.image_processor import ImageProcessor, load_image_processor
 from hybridflow.data.prompts import PromptSource

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.cluster import cuda_driver
+from hybridflow.cluster import device
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
@@ -23,11 +23,11 @@ MODEL = ModelSpec(family="qwen3", hidden=128, intermediate=64, layers=2, heads=4
 def test_devices_without_batch_invariant_kernels_are_refused(monkeypatch, capability: Any, triton: Any, why: str):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
-    monkeypatch.setattr(cuda_driver, "find_spec", lambda _: triton)
+    monkeypatch.setattr(device, "find_spec", lambda _: triton)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     with pytest.raises(ConfigError, match=rf"deterministic=True.*{why}.*Leave it out"):
-        cuda_driver.make_deterministic(0)
+        device.make_deterministic(0)
 
 
 def test_sums_over_many_ranks_are_refused(monkeypatch):

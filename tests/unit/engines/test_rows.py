@@ -16,8 +16,7 @@ from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.engine_loop import _steps_ahead
 from hybridflow.engines.vllm.seeds import derived_seed, draw_seeds
 from hybridflow.errors import ConfigError, ProtocolError
-from hybridflow.protocols.protocol import SKIP
-from hybridflow.protocols.transfer_protocols import on_replica
+from hybridflow.protocols.protocol import SKIP, on_replica
 from hybridflow.topology import RankGrid
 
 SEEDS = st.integers(0, 2**63 - 1)

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, MissingColumnError, ProtocolError
 from hybridflow.protocols.operation import operations, register
-from hybridflow.protocols.protocol import SKIP, Protocol, join
-from hybridflow.protocols.transfer_protocols import (
+from hybridflow.protocols.protocol import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
     ONE_TO_ONE,
+    SKIP,
     THREE_D_ALL_MICRO_DP,
     THREE_D_PP_AS_DP,
     THREE_D_PP_ONLY,
     THREE_D_PROTO,
+    Protocol,
+    join,
 )
 from hybridflow.topology import RankGrid, even_bounds
 

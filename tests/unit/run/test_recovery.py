@@ -19,7 +19,7 @@ from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.checkpoint.rank_state import random_state
 from hybridflow.errors import CheckpointError, HostLostError, PlacementError, WorkerError
 from hybridflow.protocols.operation import operations, register
-from hybridflow.protocols.transfer_protocols import ONE_TO_ALL
+from hybridflow.protocols.protocol import ONE_TO_ALL
 from hybridflow.run import recovery, run_state
 from hybridflow.run.recovery import rebuild, recall, replace_lost
 from hybridflow.run.run_state import Moment, RunParts

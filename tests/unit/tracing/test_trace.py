@@ -28,7 +28,7 @@ from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.call_search import Evaluator, options_of
 from hybridflow.planner.search.planning import plan
 from hybridflow.protocols.operation import register
-from hybridflow.protocols.transfer_protocols import THREE_D_PROTO
+from hybridflow.protocols.protocol import THREE_D_PROTO
 from hybridflow.tracing.trace import PUBLISHED, Trace, check_driver, model_spec, trace_driver
 from recipes.arithmetic import Arithmetic
 from recipes.small_model import SmallModel

@@ -11,7 +11,7 @@ from tokenizers import processors
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError
-from hybridflow.workers.reward_model import Retokenizer, Template
+from hybridflow.workers.reward import Retokenizer, Template
 from tests.example_templates import byte_tokenizer
 
 ASKED = [{"role": "user", "content": "hi"}]
