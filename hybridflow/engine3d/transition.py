@@ -19,8 +19,7 @@ from hybridflow.engine3d.offloadable import MemoryAccount, TrackedMemory
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.transfer.buffers import same_memory
 from hybridflow.engine3d.transfer.handshake import check_complete, holds, wire_device
-from hybridflow.engine3d.transfer.local_plan import LocalCopies, Storage
-from hybridflow.engine3d.transfer.transfer import Transfer
+from hybridflow.engine3d.transfer.transfer import LocalCopies, Storage, Transfer
 from hybridflow.errors import LayoutError, WaitTimeoutError
 
 SHARE, SMALLEST_BUCKET = 2, 128 << 10  # a bucket is half a shard: 16 more rounds would cost as much as the bytes

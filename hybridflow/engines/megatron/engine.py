@@ -29,12 +29,12 @@ from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
 from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.lora.adapters import Adapters
-from hybridflow.engines.megatron.adapter_layout import adapter_units
 from hybridflow.engines.megatron.experts import Router
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
     EMBEDDING,
     OUTPUT,
+    adapter_units,
     check,
     stages,
     state_layout,
@@ -43,10 +43,9 @@ from hybridflow.engines.megatron.layout import (
     vocabulary_rows,
     weights_layout,
 )
-from hybridflow.engines.megatron.messages import StageMessages
 from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config, without_output_layer
 from hybridflow.engines.megatron.parallel_adapters import add_adapters
-from hybridflow.engines.megatron.stage_pass import StagePass
+from hybridflow.engines.megatron.stage_pass import StageMessages, StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext

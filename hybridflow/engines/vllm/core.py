@@ -21,9 +21,8 @@ from hybridflow.engine3d.offloadable import HostImages, Memory, Residency
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
-from hybridflow.engines.vllm.eager import lighten
+from hybridflow.engines.vllm.eager import lighten, rotate_heads
 from hybridflow.engines.vllm.image_features import longest_image, settings, torchvision_names
-from hybridflow.engines.vllm.latent_attention import rotate_heads
 from hybridflow.engines.vllm.requirements import (
     BUILT_IN,
     architecture,

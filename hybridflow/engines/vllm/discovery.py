@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.vllm.isolation import replaced
-from hybridflow.engines.vllm.latent_attention import keep_views
 from hybridflow.errors import ModelError
 
 if TYPE_CHECKING:
@@ -356,6 +355,27 @@ def _other_tensors(model: nn.Module, own: Collection[str]) -> dict[str, Tensor]:
     for at, module in model.named_modules():
         found |= {f"{at}.{name}": value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return {name: tensor for name, tensor in found.items() if tensor.dim() > 1}
+
+
+def keep_views(model: nn.Module, own: Mapping[str, Tensor]) -> frozenset[str]:
+    """Make parameters that are views of the parameters `own` plain tensors, which follow what is written in place.
+
+    Such are W_UV and W_UK_T, parts of kv_b_proj as the kernels take them. Returns the names in `own` that have views:
+    their memory cannot be replaced by another.
+    """
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in own.items()}
+    viewed = set[str]()
+    for at, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            full = f"{at}.{name}" if at else name
+            if parameter is None or full in own:
+                continue
+            if (owner := owners.get(parameter.untyped_storage()._cdata)) is not None:
+                delattr(module, name)
+                plain: Any = parameter.data
+                setattr(module, name, plain)
+                viewed.add(owner)
+    return frozenset(viewed)
 
 
 def _check_derived(model: nn.Module, own: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
