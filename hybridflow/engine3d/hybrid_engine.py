@@ -18,10 +18,9 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.overlapped_move import OverlappedMove
 from hybridflow.engine3d.transfer.transfer import received_by_tensor
-from hybridflow.engine3d.transition import Transition, any_rank
+from hybridflow.engine3d.transition import Generator, Trainer, Transition, any_rank
 from hybridflow.errors import ConfigError, nearest
 
 Offloaded = Literal["optimizer", "gradients", "generation"]

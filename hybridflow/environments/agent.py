@@ -40,10 +40,6 @@ _CONVERSATIONS = 4
 """Of one trajectory that have their KV cache."""
 
 
-def _listed(tools: Any) -> bool:
-    return isinstance(tools, list | tuple)
-
-
 def _above_0(seconds: Any) -> bool:
     return isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
 
@@ -60,7 +56,9 @@ class Agent:
     images that agents show; by default the processor is the model's own.
     """
 
-    tools: Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", _listed)] = ()
+    tools: Annotated[
+        tuple[Callable[..., Any], ...], Check("a list of functions", lambda x: isinstance(x, list | tuple))
+    ] = ()
     environment: Callable[[], Any] | None = None
     solve: Callable[..., Any] | None = None
     max_turns: Size = 8

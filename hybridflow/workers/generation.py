@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
-from hybridflow.engines.contract import GenerateEngine, Row
+from hybridflow.engines.contract import Row
 from hybridflow.engines.row_images import RowImages, check_columns
 from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.environments.acting_session import ActingSession, RecentSessions
@@ -38,6 +38,9 @@ from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.transfer_protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
+
+if TYPE_CHECKING:
+    from hybridflow.engines.vllm.engine import VLLMEngine
 
 _AGENTS = 2
 """Whose processes stay between calls, so that training and evaluation may take turns."""
@@ -91,10 +94,6 @@ def _check(settings: Settings, call: Settings) -> None:
         agent.check(str(settings["model"]), batch.columns)
 
 
-def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
-    return ("prompt_ids|prompt", "row_id?", *IMAGES) if call["agent"] is None else None
-
-
 def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
     written = (*WRITTEN, "response") if has_tokenizer(settings["model"]) else WRITTEN
     if settings["generate"].return_routed_experts:
@@ -114,7 +113,7 @@ def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
 generates = register(
     THREE_D_ALL_MICRO_DP,
     binds=_bound,
-    reads=_reads,
+    reads=lambda settings, call: ("prompt_ids|prompt", "row_id?", *IMAGES) if call["agent"] is None else None,
     writes=_writes,
     repeat=lambda settings, call: call["sampling"].n,
     carries=True,
@@ -130,7 +129,7 @@ class Generation:
     `engine` may be replaced by another of the same model; it is closed when the tokenizer cannot be read.
     """
 
-    def __init__(self, engine: GenerateEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
+    def __init__(self, engine: VLLMEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
         self.engine, self.strategy = engine, strategy
         self.outdated = False  # the version of the weights, which `advance` names
         self._named = False
@@ -221,15 +220,14 @@ class Generation:
             self.outdated, self._named = False, True
         if agent is not None:
             acted = self._acting.advance(until)
-            return None if acted is None else self._session_columns(acted, agent, sampling.n)
+            if acted is None:
+                return None
+            own, several = self.trajectory_batch(acted, sampling.n, agent)
+            # as of finished rows: versions are those of the whole trajectory, `row_id` is that of `run`
+            return with_session(own, trajectory_session(acted, several)).with_columns(row_id=own["row_id"])
         engine.advance(until)
         taken = engine.take()
         return with_session(self._columns(taken), [(row, row.policy_version, len(row.token_ids)) for row in taken])
-
-    def _session_columns(self, acted: Sequence[Acted], agent: Agent, n: int) -> Batch:
-        """As those of finished rows; versions are those of the whole trajectory, `row_id` is that of `run`."""
-        own, several = self.trajectory_batch(acted, n, agent)
-        return with_session(own, trajectory_session(acted, several)).with_columns(row_id=own["row_id"])
 
     @property
     def unfinished(self) -> bool:
