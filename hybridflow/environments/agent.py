@@ -40,10 +40,6 @@ _CONVERSATIONS = 4
 """Of one trajectory that have their KV cache."""
 
 
-def _above_0(seconds: Any) -> bool:
-    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
-
-
 @settings
 class Agent:
     """`tools`, an `environment` or `solve` of the user's own, and how they are run.
@@ -64,7 +60,9 @@ class Agent:
     max_turns: Size = 8
     workers: Size = 1
     concurrency: Size = 256
-    timeout: Annotated[float, Check("a number of seconds above 0", _above_0)] = 60.0
+    timeout: Annotated[
+        float, Check("a number of seconds above 0", lambda x: isinstance(x, int | float) and x is not True and x > 0)
+    ] = 60.0
     on_failure: Literal["mask", "retry", "raise"] = "mask"
     max_failed: Fraction = 1.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
