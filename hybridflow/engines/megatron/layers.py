@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hybridflow.batch.pinned import to_device
 from hybridflow.engines.attention import causal_attention, packed_attention
+from hybridflow.engines.both_ways import both_ways
 from hybridflow.engines.micro_batches import Sequences
 from hybridflow.models.architecture import Activation, Architecture, Attention, Rotation
 
@@ -97,26 +98,14 @@ class HeadsNorm(nn.Module):
         wide = x.flatten(-2).float()
         total = wide.square().sum(-1, keepdim=True)
         if self.group.size() > 1:
-            total = _AllSum.apply(total, self.group)
+            total = both_ways(total, self._sum, self._sum)  # each rank uses it, so the gradient is a sum, too
         unit = wide * (total / self.size + self.eps).rsqrt()
         return (unit.to(x.dtype) * self.weight).view(x.shape)
 
-
-class _AllSum(torch.autograd.Function):
-    """The sum over the ranks of a group, each of which uses it: so is the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def _sum(self, x: Tensor) -> Tensor:
         x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=self.group)
         return x
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        d = d.contiguous().clone()
-        dist.all_reduce(d, group=ctx.group)
-        return d, None
 
 
 class LayerOutput(RowParallelLinear):
