@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridflow.config import DType
-from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.layout import Layout, Region
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.handshake import wire_device
 from hybridflow.engine3d.transfer.transfer import execute
@@ -244,7 +244,7 @@ def _of_files(turn: Turn, layout: Layout) -> Layout:
     shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
 
     def regions(writer: int) -> list[Region]:
-        return [Region(Box.whole(name, shapes[name]), name, (0,) * len(shapes[name])) for name in turn[writer][1]]
+        return [Region.whole(name, shapes[name]) for name in turn[writer][1]]
 
     return Layout(shapes, len(turn), regions)
 

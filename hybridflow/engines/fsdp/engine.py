@@ -88,13 +88,12 @@ def _shards(
     shards = Sharded(context, cut, spec, dtype, trains=trains)
     if cut.lora is None:
         return shards, None
-    (weights, trained), local = layouts, {**shards.storage, **shards.adapters}
-    storage = {name: local[name] for name in trained.tensors}
+    weights, trained = layouts
     layers, peers = (
         adapted_layers(shards.model.decoder),
         context.grid.d // cut.replicate,
     )  # ranks of a copy of the model
-    return shards, Adapters(context, spec, cut.lora, trained, storage, weights, shards.storage, layers, peers)
+    return shards, Adapters(context, spec, cut.lora, trained, weights, shards, layers, peers)
 
 
 # Host memory

@@ -253,7 +253,7 @@ def cut_layout(
         held = (_box(name, shape, cuts.get(name, ()), rank) for name, shape in parameters.items())
         boxes = [box for whole in held if whole.numel for box in _boxes_of(whole, tensors, parts.get(whole.tensor))]
         boxes.sort(key=lambda box: order[box.tensor])
-        return [Region(box, box.tensor, (0,) * len(box.start)) for box in boxes]
+        return [Region.first(box, box.tensor) for box in boxes]
 
     return Layout(tensors, ranks, regions, lambda rank: tuple(axis.index[rank] for axis in axes))
 

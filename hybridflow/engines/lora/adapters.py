@@ -60,8 +60,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other va
 class Adapters:
     """The adapters of one rank, and of a value model its head: `storage` by the names of `layout`, float32.
 
-    Adapters are never offloaded. `weights` are the rank's parts of the frozen model, by the names of `weights_layout`,
-    into which they can be merged: a rank that holds rows of a weight holds those of B. `peers` consecutive ranks have
+    Adapters are never offloaded. They can be merged into the rank's parts of the frozen model, which `shards` have by
+    the names of `weights_layout`: a rank that holds rows of a weight holds those of B. `peers` consecutive ranks have
     the rest of A. `layers` compute with the adapters.
     """
 
@@ -71,16 +71,19 @@ class Adapters:
         spec: Decoder,
         lora: LoRA,
         layout: Layout,
-        storage: Mapping[str, Tensor],
         weights_layout: Layout,
-        weights: Mapping[str, Tensor],
+        shards: Any,
         layers: Sequence[Any],
         peers: int = 1,
     ) -> None:
-        self.spec, self.lora, self.layout, self.storage = spec, lora, layout, storage
-        self._context, self._weights, self._layers = context, weights, layers
+        self.spec, self.lora, self.layout = spec, lora, layout
+        self._context, self._weights, self._layers = context, shards.storage, layers
+        local = {**shards.storage, **shards.adapters}
+        held = dict.fromkeys(region.storage for region in layout.regions(context.rank))
+        empty = (name for name in layout.tensors if name in local)  # of FSDP, which has the names of the layout
+        self.storage: Mapping[str, Tensor] = {name: local[name] for name in (*held, *empty)}
         self._modules = modules(spec, lora)
-        self._adapters, self._merged = _by_tensor(layout, context.rank), _by_tensor(weights_layout, context.rank)
+        self._adapters, self._merged = layout.by_tensor(context.rank), weights_layout.by_tensor(context.rank)
         first = context.rank // peers * peers
         self._group = context.groups.of(range(first, first + peers))
         self._kept: dict[Region, Tensor] | None = None  # frozen weights, while others are in their place
@@ -138,7 +141,7 @@ class Adapters:
         """A tensor of which each of the peers holds a part; without peers, what this rank holds, and zeros."""
         whole = torch.zeros(self.layout.tensors[tensor], dtype=torch.float32, device=self._context.device)
         for region in self._adapters.get(tensor, ()):
-            whole[_index(region.box)] = region.view(self.storage[region.storage])
+            whole[region.box.index] = region.view(self.storage[region.storage])
         if self._group.size() > 1:
             dist.all_reduce(whole, group=self._group)  # a sum with zeros
         return whole
@@ -205,22 +208,11 @@ class Adapters:
             return (Path(directory) / CONFIG).read_bytes()
 
 
-def _by_tensor(layout: Layout, rank: int) -> dict[str, list[Region]]:
-    found: dict[str, list[Region]] = {}
-    for region in layout.regions(rank):
-        found.setdefault(region.box.tensor, []).append(region)
-    return found
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))
-
-
 def _draw(region: Region, shape: tuple[int, ...], storage: Mapping[str, Tensor]) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(region.box.tensor.encode()))
     bound = 1 / math.sqrt(shape[1])
     whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    region.view(storage[region.storage]).copy_(whole[_index(region.box)])
+    region.view(storage[region.storage]).copy_(whole[region.box.index])
 
 
 # Saved adapters

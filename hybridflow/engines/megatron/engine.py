@@ -11,11 +11,9 @@ import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,7 +21,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridflow import config
-from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
 from hybridflow.engines.context_parallel import ContextParallel
@@ -104,27 +101,13 @@ def build_model(
         ],
         no_decay=frozenset(n for unit in of_stage for n, shape in unit.parameters.items() if len(shape) == 1),
         fp16=dtype == torch.float16,
-        replays=partial(_replays, model, sum(arch.sparse[: of_stages[at.p].start]), groups.tp),
-        adapters=lora and _adapters(context, spec, lora, trained, weights, shards, layers),
+        replays=lambda: Replays(
+            [module.replay for module in model.modules() if isinstance(module, Router)],
+            sum(arch.sparse[: of_stages[at.p].start]),
+            groups.tp,
+        ),
+        adapters=lora and Adapters(context, spec, lora, trained, weights, shards, layers),
     )
-
-
-def _replays(model: GPTModel, first: int, group: dist.ProcessGroup) -> Replays:
-    return Replays([module.replay for module in model.modules() if isinstance(module, Router)], first, group)
-
-
-def _adapters(
-    context: RankContext,
-    spec: Decoder,
-    lora: config.LoRA,
-    trained: Layout,
-    weights: Layout,
-    shards: MegatronShards,
-    layers: Sequence[Any],
-) -> Adapters:
-    local = {**shards.storage, **shards.adapters}
-    storage = {region.storage: local[region.storage] for region in trained.regions(context.rank)}
-    return Adapters(context, spec, lora, trained, storage, weights, shards.storage, layers)
 
 
 def process_group_collection(context: RankContext) -> ProcessGroupCollection:

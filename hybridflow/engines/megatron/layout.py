@@ -222,7 +222,7 @@ class _Stage:
         for e, place in mine:
             tensor = f"{down.format(first + e)}.weight"
             rows = self.tensors[tensor][0]
-            out.append(Region(Box(tensor, (0, start), (rows, start + width)), f"{place}fc2", (0, 0)))
+            out.append(Region.first(Box(tensor, (0, start), (rows, start + width)), f"{place}fc2"))
         return out
 
     def _latent(self, name: str, to: str) -> list[Region]:
@@ -262,9 +262,7 @@ class _Stage:
         return [self._rows(name, to, start, stop, 0)] if start < stop else []
 
     def _rows(self, name: str, to: str, start: int, stop: int, offset: int) -> Region:
-        rest = self.tensors[name][1:]
-        zeros = (0,) * len(rest)
-        return Region(Box(name, (start, *zeros), (stop, *rest)), to, (offset, *zeros))
+        return Region.rows(name, self.tensors[name], to, start, stop, offset)
 
     def _shard(self, name: str, to: str, dim: int = 0) -> list[Region]:
         """The t-th part along `dim`."""
@@ -272,11 +270,10 @@ class _Stage:
         size = shape[dim] // self.grid.t
         start, stop = [0] * len(shape), list(shape)
         start[dim], stop[dim] = self.at.t * size, (self.at.t + 1) * size
-        return [Region(Box(name, tuple(start), tuple(stop)), to, (0,) * len(shape))]
+        return [Region.first(Box(name, tuple(start), tuple(stop)), to)]
 
     def _whole(self, name: str, to: str) -> list[Region]:
-        shape = self.tensors[name]
-        return [Region(Box.whole(name, shape), to, (0,) * len(shape))]
+        return [Region.whole(name, self.tensors[name], to)]
 
 
 # Units
