@@ -88,11 +88,8 @@ def _shards(
     shards = Sharded(context, cut, spec, dtype, trains=trains)
     if cut.lora is None:
         return shards, None
-    weights, trained = layouts
-    layers, peers = (
-        adapted_layers(shards.model.decoder),
-        context.grid.d // cut.replicate,
-    )  # ranks of a copy of the model
+    (weights, trained), peers = layouts, context.grid.d // cut.replicate  # ranks of a copy of the model
+    layers = adapted_layers(shards.model.decoder)
     return shards, Adapters(context, spec, cut.lora, trained, weights, shards, layers, peers)
 
 
