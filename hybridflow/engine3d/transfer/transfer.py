@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridflow.engine3d.copy_stream import CopyStream
 from hybridflow.engine3d.layout import Box, Region
-from hybridflow.engine3d.offloadable import Memory
+from hybridflow.engine3d.offloadable import Memory, TrackedMemory
 from hybridflow.engine3d.plan import BUCKET_BYTES, Move, WeightPlan
 from hybridflow.engine3d.routing import IN_FLIGHT
 from hybridflow.engine3d.transfer.buffers import Copies, Message, Parcel, Round, messages, same_memory
@@ -174,8 +174,8 @@ class Transfer:
         rank: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
         *,
-        release: Memory | None = None,
-        acquire: Memory | None = None,
+        release: Memory | TrackedMemory | None = None,
+        acquire: Memory | TrackedMemory | None = None,
     ) -> None:
         self.plan, self.group, self.rank = plan, group, rank
         self.sent_bytes = self.received_bytes = self.peak_bytes = self.kept_bytes = 0
