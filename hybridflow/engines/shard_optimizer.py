@@ -277,11 +277,6 @@ class ShardOptimizer:
             self.memory.zero(self.memory.fetch())
             self.resident = True
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes in device memory besides the parameters."""
-        return self.memory.resident_bytes
-
     def close(self) -> None:
         """Free the state, on the device and on the host, also of tensors that others still refer to."""
         self.memory.release()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hybridflow.engine3d.offloadable import HostImages, Residency
+from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Operations
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.process_groups import RankContext
@@ -43,11 +43,7 @@ class TrainStates:
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of each `TrainState` now in device memory."""
-        found = {"parameters": self._shards.memory.resident_bytes}
-        if self._optimizer is not None:
-            found["gradients"] = self._shards.gradients.resident_bytes
-            found["optimizer"] = self._optimizer.resident_bytes
-        return found
+        return {name: one.resident_bytes for name, one in self._owners().items()}
 
     def offload(self, what: Collection[TrainState]) -> None:
         """Move these to host memory, or none when it fails; the engine does not compute until they are back."""
@@ -61,23 +57,23 @@ class TrainStates:
 
     def away_bytes(self, what: Collection[TrainState]) -> int:
         """What `reload` would allocate."""
-        memories = {"parameters": self._shards.memory}
-        if self._optimizer is not None:
-            memories |= {"optimizer": self._optimizer.memory, "gradients": self._shards.gradients.memory}
-        return sum(one.total_bytes - one.resident_bytes for name, one in memories.items() if name in what)
+        memories = (getattr(one, "memory", one) for name, one in self._owners().items() if name in what)
+        return sum(memory.total_bytes - memory.resident_bytes for memory in memories)
 
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes of parameters, gradients and optimizer state that were copied from and to host memory so far."""
-        images = self._images()
+        images = [one.images for one in self._owners().values()]
         return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
 
     def image_bytes(self) -> int:
         """Bytes of the images of parameters, gradients and optimizer state in host memory."""
-        return sum(image.nbytes for image in self._images())
+        return sum(one.images.nbytes for one in self._owners().values())
 
-    def _images(self) -> list[HostImages]:
-        owners = [*self._memories(), *([self._shards.gradients] if self._optimizer else [])]
-        return [owner.images for owner in owners]
+    def _owners(self) -> dict[str, Any]:
+        """What each `TrainState` lies in: memory, or gradients that have some."""
+        trained = self._optimizer
+        state = {} if trained is None else {"gradients": self._shards.gradients, "optimizer": trained.memory}
+        return {"parameters": self._shards.memory, **state}
 
     def _memories(self) -> list[Residency]:
         return [self._shards.memory, *([self._optimizer.memory] if self._optimizer else [])]

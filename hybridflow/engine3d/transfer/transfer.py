@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -272,21 +271,16 @@ class Transfer:
             self._copies[step.index].run()
             return
         one = self._rounds[step.index]
-        with self._explained(one):
-            one.post() if step.kind == "post" else one.finish(timeout)
-        if step.kind == "finish":
-            self.sent_bytes += one.nbytes(sent=True)
-            self.received_bytes += one.nbytes(sent=False)
-
-    @contextmanager
-    def _explained(self, one: Round) -> Iterator[None]:
         try:
-            yield
+            one.post() if step.kind == "post" else one.finish(timeout)
         except (RuntimeError, OSError) as error:
             raise WaitTimeoutError(
                 f"ranks {one.late_peers()} did not take part in moving weights with rank {self.rank}: {error}. All "
                 "ranks of the group have to run the transfer together; look for an earlier error on the others."
             ) from error
+        if step.kind == "finish":
+            self.sent_bytes += one.nbytes(sent=True)
+            self.received_bytes += one.nbytes(sent=False)
 
     def _bind(self) -> None:
         if not self._arenas:

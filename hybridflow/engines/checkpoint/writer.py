@@ -140,7 +140,10 @@ def save_tensors(
     """
 
     def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
-        execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
+        shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
+        # the whole tensors of each file on the rank that writes it in this round
+        files = Layout(shapes, len(turn), lambda writer: [Region.whole(name, shapes[name]) for name in turn[writer][1]])
+        execute(plan(layout, files), storage, buffers, group, rank)
 
     save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
 
@@ -239,16 +242,6 @@ def saved_dtypes(
     return {name: torch.float32 if wide.search(name) else getattr(torch, dtype) for name in files}
 
 
-def _of_files(turn: Turn, layout: Layout) -> Layout:
-    """The whole tensors of each file on the rank that writes it in this round."""
-    shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
-
-    def regions(writer: int) -> list[Region]:
-        return [Region.whole(name, shapes[name]) for name in turn[writer][1]]
-
-    return Layout(shapes, len(turn), regions)
-
-
 def _check_finite(tensors: Mapping[str, Tensor], rank: int) -> None:
     """Errors: CheckpointError naming the tensors with numbers that are not finite, and how many."""
     found, overflow = [], True
@@ -277,10 +270,16 @@ def write_beside(
     nbytes: Mapping[str, int],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Write the files of `like`, with the config of these tensors, and the index of several files."""
+    """Write the files of `like`, with the config of these tensors (their dtype, and a one-label classifier where they
+    have such a head), and the index of several files."""
     widths = {dtype: sum(nbytes[name] for name in dtypes if dtypes[name] == dtype) for dtype in set(dtypes.values())}
     widest = max(widths, key=lambda dtype: widths[dtype])
-    config = _adapted(json.loads(like["config.json"]), widest, "score.weight" in dtypes)
+    config = json.loads(like["config.json"])
+    config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or ("dtype",), str(widest).removeprefix("torch."))
+    if "score.weight" in dtypes:
+        names = config.get("architectures") or []
+        config["architectures"] = [re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", n) for n in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     contents = {**like, "config.json": _json(config)}
     if len(files) > 1:
         where = {name: file for file, names in files.items() for name in names}
@@ -290,16 +289,6 @@ def write_beside(
 
 def _json(value: dict) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _adapted(config: dict, dtype: torch.dtype, classifies: bool) -> dict:
-    """The config of the weights that are saved: their dtype, and a one-label classifier where they have such a head."""
-    config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or ("dtype",), str(dtype).removeprefix("torch."))
-    if classifies:
-        names = config.get("architectures") or []
-        config["architectures"] = [re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", n) for n in names]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return config
 
 
 class _Save:

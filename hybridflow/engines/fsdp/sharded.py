@@ -27,7 +27,7 @@ from hybridflow.config import FSDP
 from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.expert_parallel import ExpertParallel, grouped
-from hybridflow.engines.flat_shards import canonical_name
+from hybridflow.engines.flat_shards import canonical_name, square_sum
 from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
@@ -181,12 +181,7 @@ class Sharded:
 
     def square_sum(self) -> Tensor:
         grads = [grad for name, grad in self.main_gradients().items() if name in self._counted]
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if grads:
-            total += to_device([torch.stack(torch._foreach_norm(grads)).double().square_().sum()], self._device)[0]
-        if self._everyone.size() > 1:
-            dist.all_reduce(total, group=self._everyone)
-        return total
+        return square_sum(grads, self._everyone, self._device)
 
     def updated(self, names: Collection[str]) -> None:
         """Nothing to copy: `main` is the parameters."""

@@ -98,7 +98,11 @@ class Adapters:
             return
         for region in self.layout.regions(self._context.rank):
             if region.box.tensor.endswith(".lora_A.weight"):
-                _draw(region, self.layout.tensors[region.box.tensor], self.storage)
+                shape = self.layout.tensors[region.box.tensor]
+                generator = torch.Generator().manual_seed(zlib.crc32(region.box.tensor.encode()))
+                bound = 1 / math.sqrt(shape[1])
+                whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+                region.view(self.storage[region.storage]).copy_(whole[region.box.index])
             elif region.box.tensor.endswith(".lora_B.weight"):
                 self.storage[region.storage].zero_()
 
@@ -206,13 +210,6 @@ class Adapters:
         with tempfile.TemporaryDirectory() as directory:
             config.save_pretrained(directory)
             return (Path(directory) / CONFIG).read_bytes()
-
-
-def _draw(region: Region, shape: tuple[int, ...], storage: Mapping[str, Tensor]) -> None:
-    generator = torch.Generator().manual_seed(zlib.crc32(region.box.tensor.encode()))
-    bound = 1 / math.sqrt(shape[1])
-    whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    region.view(storage[region.storage]).copy_(whole[region.box.index])
 
 
 # Saved adapters

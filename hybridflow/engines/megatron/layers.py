@@ -137,30 +137,18 @@ class Replicated(nn.Module):
         return F.linear(x, self.weight)
 
 
-def gated(activation: Activation) -> type[nn.Module]:
-    """The module that turns fused [S, B, 2F] into activation(gate) * up [S, B, F]."""
-    return SwiGLU if activation == "silu" else GeGLU
+class Gated(nn.Module):
+    """activation(gate) * up of the fused [S, B, 2F] -> [S, B, F]; gelu in its approximation by tanh."""
 
-
-class GeGLU(nn.Module):
-    """gelu(gate) * up, gelu in its approximation by tanh."""
-
-    def __init__(self, config) -> None:
+    def __init__(self, config, activation: Activation) -> None:
         super().__init__()
+        self.activation = activation
 
     def forward(self, fused: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return _SwiGLU.apply(fused)  # type: ignore[return-value]
         gate, up = fused.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
-
-
-class SwiGLU(nn.Module):
-    """silu(gate) * up of the fused [S, B, 2F] -> [S, B, F]."""
-
-    def __init__(self, config) -> None:
-        super().__init__()
-
-    def forward(self, fused: Tensor) -> Tensor:
-        return _SwiGLU.apply(fused)  # type: ignore[return-value]
 
 
 class _SwiGLU(torch.autograd.Function):

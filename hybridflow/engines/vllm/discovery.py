@@ -284,6 +284,8 @@ class LayoutProbe:
 
     @torch.no_grad()
     def _around(self, model: nn.Module, dtype: torch.dtype, device: torch.device, process: Callable[[], None]) -> None:
+        from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
         def load(tensors: Iterator[tuple[str, Tensor]]) -> None:
             _load(model, tensors, self.family)
 
@@ -301,7 +303,8 @@ class LayoutProbe:
             with self._noting():
                 check_regions(self.tensors, flattened(model, flat_storages(self.regions)), self.regions)
                 _check_derived(model, weights, before)
-        _unset(model)
+        for parameter in model.parameters():  # small random numbers again, as vLLM's own loader without weights leaves
+            initialize_single_dummy_weight(parameter.data)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -385,11 +388,3 @@ def _check_derived(model: nn.Module, own: Mapping[str, Tensor], before: Mapping[
     for name, tensor in _other_tensors(model, own).items():
         if before.get(name) is not tensor and tensor.untyped_storage()._cdata not in storages:
             raise UnreadableError(name, "vLLM computes it from other weights when it loads them")
-
-
-def _unset(model: nn.Module) -> None:
-    """Small random numbers again, as vLLM's own loader without weights leaves them."""
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
-    for parameter in model.parameters():
-        initialize_single_dummy_weight(parameter.data)
