@@ -178,7 +178,7 @@ class FlatShards:
         self.main, self._own = {}, {}
 
 
-def square_sum(gradients: Sequence[Tensor], everyone: dist.ProcessGroup, device: torch.device) -> Tensor:
+def square_sum(gradients: list[Tensor], everyone: dist.ProcessGroup, device: torch.device) -> Tensor:
     """float64 on `device`, of all gradients of all ranks. Collective."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:

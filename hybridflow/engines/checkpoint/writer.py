@@ -39,6 +39,7 @@ from hybridflow.models.hf_spec import hf_config
 logger = logging.getLogger(__name__)
 Turn = Sequence[tuple[str, Sequence[str]]]
 """Files that are written at the same time, one by each rank, with their tensors."""
+Fill = Callable[[Turn, Mapping[str, Tensor]], None]
 MAX_FILE_BYTES = 4 << 30
 MIN_FILE_BYTES = 256 << 20  # smaller files are not worth another writer
 _WEIGHTS = (
@@ -80,7 +81,8 @@ def save_checkpoint(
     def start(directory: Path) -> None:
         write_beside(directory, like if isinstance(like, Mapping) else read_beside(like), files, nbytes, dtypes)
 
-    save_tensors(directory, layout, storage, files, start, group=group, rank=rank, dtypes=dtypes)
+    fill = planned(layout, storage, group, rank)
+    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
 
 
 def read_beside(directory: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -123,21 +125,8 @@ def write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
             file.write_bytes(content)
 
 
-def save_tensors(
-    directory: str | os.PathLike[str],
-    layout: Layout,
-    storage: Mapping[str, Tensor],
-    files: Mapping[str, Sequence[str]],
-    start: Callable[[Path], None],
-    *,
-    group: dist.ProcessGroup | None = None,
-    rank: int = 0,
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
-
-    Otherwise as `save_files`.
-    """
+def planned(layout: Layout, storage: Mapping[str, Tensor], group: dist.ProcessGroup | None, rank: int) -> Fill:
+    """For `save_files`: the tensors of `layout`, as they lie in `storage` of each rank."""
 
     def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
@@ -145,7 +134,7 @@ def save_tensors(
         files = Layout(shapes, len(turn), lambda writer: [Region.whole(name, shapes[name]) for name in turn[writer][1]])
         execute(plan(layout, files), storage, buffers, group, rank)
 
-    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
+    return fill
 
 
 def save_files(
@@ -153,7 +142,7 @@ def save_files(
     tensors: Mapping[str, tuple[int, ...]],
     files: Mapping[str, Sequence[str]],
     start: Callable[[Path], None],
-    fill: Callable[[Turn, Mapping[str, Tensor]], None],
+    fill: Fill,
     *,
     dtypes: Mapping[str, torch.dtype],
     group: dist.ProcessGroup | None = None,

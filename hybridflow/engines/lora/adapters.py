@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hybridflow.config import DType, LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
-from hybridflow.engines.checkpoint.writer import save_tensors, writing
+from hybridflow.engines.checkpoint.writer import planned, save_files, write_files
 from hybridflow.engines.lora.targets import ALL, module_names, modules, parts, suffixes
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import CheckpointError, ConfigError
@@ -175,10 +175,6 @@ class Adapters:
         The directory is replaced as a whole when all is written. Errors: CheckpointError, on all ranks.
         """
 
-        def start(directory: Path) -> None:
-            with writing(directory / CONFIG):
-                (directory / CONFIG).write_bytes(self.config(base))
-
         names = saved_names(self.layout.tensors, self.spec.images is not None)
 
         def regions(rank: int) -> list[Region]:
@@ -186,10 +182,15 @@ class Adapters:
 
         tensors = {names[name]: shape for name, shape in self.layout.tensors.items()}
         renamed = Layout(tensors, self.layout.ranks, regions, self.layout.part)
-        who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
+        group, rank = self._context.groups.everyone(), self._context.rank
         kind: torch.dtype = getattr(torch, dtype or "float32")
         dtypes, files = dict.fromkeys(tensors, kind), {WEIGHTS: list(tensors)}
-        save_tensors(directory, renamed, self.storage, files, start, dtypes=dtypes, **who)
+        fill = planned(renamed, self.storage, group, rank)
+
+        def start(directory: Path) -> None:
+            write_files(directory, {CONFIG: self.config(base)})
+
+        save_files(directory, tensors, files, start, fill, dtypes=dtypes, group=group, rank=rank)
 
     def config(self, base: str | os.PathLike[str]) -> bytes:
         """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""

@@ -48,7 +48,7 @@ from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.router_replay import Replays
-from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
+from hybridflow.engines.sharded_model import Failed, Read, ShardedModel, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
 from hybridflow.errors import WaitTimeoutError
@@ -239,13 +239,7 @@ class PipelineLoop:
         self._messages, self._context, self._passes = StageMessages(context), context, 0
 
     @torch.no_grad()
-    def infer(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        read: Callable[[MicroBatch, Tensor], Any],
-        failed: Callable[[Exception], None],
-        hidden: bool = False,
-    ) -> list[Any]:
+    def infer(self, micro_batches: Sequence[MicroBatch], read: Read, failed: Failed, hidden: bool = False) -> list[Any]:
         self.model.eval()
         found, given = list[Any](), len(micro_batches)
         micro_batches = self._padded(micro_batches)
@@ -258,12 +252,7 @@ class PipelineLoop:
                 mine.run_all(one_f_one_b(self.stages, work).stages[self.at])
         return found[:given]
 
-    def train(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Callable[[MicroBatch, Tensor], Tensor],
-        failed: Callable[[Exception], None],
-    ) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Read, failed: Failed) -> None:
         self.model.train()
         if self.replays is not None:
             self.replays.clear()
@@ -281,9 +270,7 @@ class PipelineLoop:
         missing = self._replicas.most(len(micro_batches)) - len(micro_batches)
         return [*micro_batches, *[self._tokens.empty()] * missing]
 
-    def _pass(
-        self, micro_batches: Sequence[MicroBatch], read: Callable, failed: Callable[[Exception], None], trains: bool
-    ) -> StagePass:
+    def _pass(self, micro_batches: Sequence[MicroBatch], read: Read, failed: Failed, trains: bool) -> StagePass:
         self._passes += 1
 
         def continues(error: Exception) -> None:
