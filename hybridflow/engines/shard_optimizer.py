@@ -18,8 +18,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import HostImages, Residency
 from hybridflow.engines.sharded_model import Shards
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.models.hf_spec import ROUTER_BIAS
-from hybridflow.models.patterns import matches
+from hybridflow.models.hf_spec import ROUTER_BIAS, matches
 
 logger = logging.getLogger(__name__)
 INITIAL_SCALE, SCALE_GROWTH, GROWTH_INTERVAL, HYSTERESIS = 2.0**16, 2.0, 1000, 2

@@ -24,8 +24,7 @@ from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.engines.units import step_groups, whole_units
 from hybridflow.errors import ConfigError
-from hybridflow.models.hf_spec import Decoder
-from hybridflow.models.patterns import frozen_tensors
+from hybridflow.models.hf_spec import Decoder, frozen_tensors
 
 _GIB = 1 << 30
 

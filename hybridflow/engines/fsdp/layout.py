@@ -22,9 +22,8 @@ from hybridflow.engines.lora.targets import trained_tensors
 from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.families import is_packable
-from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, TransformersSpec, check_shared_heads
+from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, TransformersSpec, check_shared_heads, frozen_tensors
 from hybridflow.models.images import LANGUAGE_MODEL, VISION_FAMILIES, VISION_TOWER
-from hybridflow.models.patterns import frozen_tensors
 from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid, divisors
 

@@ -33,8 +33,7 @@ from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_t
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_states import local_tensor
 from hybridflow.engines.transformers_model import TransformersModel
-from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, expert_modules
-from hybridflow.models.patterns import frozen_tensors
+from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, expert_modules, frozen_tensors
 from hybridflow.models.spec import Part
 
 AXES = ("replicate", "shard", "tp")
