@@ -17,11 +17,11 @@ from typing import Literal, get_args
 import torch.distributed as dist
 
 from hybridflow.engine3d.hybrid_engine import TransitionReport
-from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.offloadable import MemoryAccount, Residency, TrackedMemory
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.transfer.transfer import Transfer, received_by_tensor
+from hybridflow.engine3d.transition import Generator, Trainer
 from hybridflow.topology import RankGrid
 
 WeakerDesign = Literal["vanilla", "gather_all"]

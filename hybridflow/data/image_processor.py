@@ -121,8 +121,7 @@ class ImageProcessor:
         """The token ids with as many tokens for each image as it has. Errors: PromptError unless it has one each."""
         if (places := ids.count(self.token)) != len(grids):
             raise PromptError(f"{place} has {len(grids)} images and {places} tokens {self.text!r}: give one each.")
-        counts = iter((grids.prod(-1) // self.merge**2).tolist())
-        return [one for id in ids for one in ([id] * next(counts) if id == self.token else [id])]
+        return ImageTokens(self.token, (), self.merge, self.patch).expanded(ids, grids)
 
     def _opened(self, where: str, image: Any) -> BinaryIO:
         if isinstance(image, Mapping):  # as datasets and their Parquet files have one

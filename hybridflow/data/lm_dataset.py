@@ -13,7 +13,7 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.records import open_records
-from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
+from hybridflow.data.resumable_sampler import Dataset, Draw, ResumableSampler, check_sizes
 from hybridflow.data.tokenizer import (
     MOST_CHARACTERS,
     Tokenizer,
@@ -84,11 +84,10 @@ class TextSource(ResumableSampler):
 
     def whole(self) -> Batch:
         """All texts, each once and in their order: of a text longer than `max_tokens` its first piece."""
-        draws = [Draw(0, index) for index in range(len(self._rows))]
-        return self._rows.batch(range(len(draws)), self._rows.read(draws))
+        return self._rows.whole()
 
 
-class _TextDataset:
+class _TextDataset(Dataset):
     """The columns of rows of token ids, prompt and response."""
 
     filtered = 0
@@ -176,7 +175,11 @@ class SFTDataset(_TextDataset):
         self._records, self._prompt, self._completion = records, prompt, completion
         self._tokenizer, self._max = tokenizer, max_tokens
         every = (completion, *others)
-        checks = {prompt: check_prompt, **dict.fromkeys(every, _check_completion)}
+
+        def check(place: str, column: str, completion: Any) -> None:
+            check_prompt(place, column, _completion_text(completion), chat=False)
+
+        checks = {prompt: check_prompt, **dict.fromkeys(every, check)}
         self.fingerprints = _fingerprints(records, checks, [(prompt, one) for one in every])
         self.fingerprint = self.fingerprints[0]
         self._kept = self._fitting()
@@ -276,8 +279,7 @@ def read_texts(texts: Sequence[Any], tokenizer: Tokenizer, max_tokens: int | Non
         rows = SFTDataset(records, "prompt", "completion", tokenizer, longest)
     if rows.filtered:
         raise PromptError(f"the prompts of {rows.filtered} texts have max_tokens={max_tokens} tokens or more.")
-    numbers = range(len(texts))
-    return rows.batch(numbers, rows.read([Draw(0, number) for number in numbers]))
+    return rows.whole()
 
 
 def _as_record(row: Any) -> Any:
@@ -291,10 +293,6 @@ def _as_record(row: Any) -> Any:
     if isinstance(row, Sequence) and len(row) == 2:
         return {"prompt": row[0], "completion": row[1]}
     return row
-
-
-def _check_completion(place: str, column: str, completion: Any) -> None:
-    check_prompt(place, column, _completion_text(completion), chat=False)
 
 
 def _completion_text(completion: Any) -> Any:

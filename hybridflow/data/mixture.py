@@ -16,7 +16,7 @@ from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.image_processor import Patches
 from hybridflow.data.prompts import PromptRows, Prompts, PromptSource
 from hybridflow.data.records import Record
-from hybridflow.data.resumable_sampler import Draw, ResumableSampler, State
+from hybridflow.data.resumable_sampler import Dataset, Draw, ResumableSampler, State
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, PromptError, nearest
 from hybridflow.models.images import ImageTokens
@@ -55,8 +55,8 @@ class Turns:
         return name, self.taken[name] - 1
 
 
-class MixedPrompts:
-    """The prompts of several sources, as a `Dataset` of `MixedDraw`s; `defaults` fill columns that a source lacks."""
+class MixedPrompts(Dataset):
+    """The prompts of several sources, of `MixedDraw`s; `defaults` fill columns that a source lacks."""
 
     def __init__(self, parts: Mapping[str, Prompts], defaults: Record) -> None:
         self.parts, self.defaults = dict(parts), dict(defaults)
@@ -118,16 +118,9 @@ class MixedPrompts:
         """As `Prompts.batch`, with the column `source`."""
         return next(iter(self.parts.values())).batch(numbers, rows)
 
-    def whole(self) -> Batch:
-        """All prompts, each once, source by source."""
-        return next(self.in_parts(len(self)))
-
-    def in_parts(self, rows: int) -> Iterator[Batch]:
-        """All prompts, each once, source by source, `rows` at a time."""
-        draws = [(name, Draw(0, i)) for name, part in self.parts.items() for i in range(len(part))]
-        for start in range(0, len(draws), rows):
-            part = draws[start : start + rows]
-            yield self.batch(range(start, start + len(part)), self.read(part))
+    def all_draws(self) -> Sequence[MixedDraw]:
+        """Source by source."""
+        return [(name, draw) for name, part in self.parts.items() for draw in part.all_draws()]
 
 
 class MixtureSource(PromptSource):

@@ -19,7 +19,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.data.encoded_image import MOST_PIXELS
 from hybridflow.data.image_processor import ImageProcessor, Patches, image_processor
 from hybridflow.data.records import Record, differing_column, open_records
-from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
+from hybridflow.data.resumable_sampler import Dataset, Draw, ResumableSampler, check_sizes
 from hybridflow.data.tokenizer import (
     MOST_CHARACTERS,
     Tokenizer,
@@ -62,7 +62,7 @@ class PromptRows(NamedTuple):
     patches: Patches | None = None
 
 
-class Prompts:
+class Prompts(Dataset):
     """The prompts of a source: `prompts[i]` is a record with `prompt` (text, or a list of chat messages).
 
     Arguments are those of `PromptLoader`. All records are scanned once and not kept: `map` runs again for each drawn
@@ -119,16 +119,6 @@ class Prompts:
     def tokenizes(self) -> bool:
         """Whether batches have `prompt_ids`."""
         return self._tokenizer is not None
-
-    def whole(self) -> Batch:
-        """All prompts, each once and in their order."""
-        return next(self.in_parts(len(self)))
-
-    def in_parts(self, rows: int) -> Iterator[Batch]:
-        """All prompts, each once and in their order, `rows` at a time."""
-        for start in range(0, len(self), rows):
-            numbers = range(start, min(start + rows, len(self)))
-            yield self.batch(numbers, self.read([Draw(0, index) for index in numbers]))
 
     def place(self, index: int) -> str:
         """The place of prompt `index`: file and line, or row."""

@@ -12,6 +12,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,39 +31,37 @@ _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".pq", ".txt", ".csv", ".gz", "
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes, of several splits and of one
 
 
+@dataclass(eq=False)
 class Records:
     """Rows in the order of their source, which `where` names; `place(i)` names row i of it.
 
     `read(start, stop, columns)` gives `size` rows as Python objects, of a table only these columns (None: all).
     `columns` are those of a table, whose rows all have them; None for records that may differ. `encoded()` are the same
-    records with images as the bytes or paths of their files.
+    records with images as the bytes or paths of their files. `scan` reads `at_once` rows at a time.
     """
 
-    def __init__(
-        self,
-        where: str,
-        size: int,
-        read: Callable[[int, int, tuple[str, ...] | None], list[Any]],
-        place: Callable[[int], str],
-        columns: Iterable[str] | None = None,
-        encoded: Callable[[], Records] | None = None,
-    ) -> None:
-        self.where, self._size, self._read, self.place = where, size, read, place
-        self.encoded = encoded or (lambda: self)
-        self.at_once = CHUNK
-        self.columns = None if columns is None else tuple(columns)
+    where: str
+    size: int
+    read: Callable[[int, int, tuple[str, ...] | None], list[Any]]
+    place: Callable[[int], str]
+    columns: Sequence[str] | None = None
+    with_encoded_images: Callable[[], Records] | None = None
+    at_once: int = CHUNK
+
+    def encoded(self) -> Records:
+        return self if self.with_encoded_images is None else self.with_encoded_images()
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, index: int) -> Any:
-        return self._read(index, index + 1, None)[0]
+        return self.read(index, index + 1, None)[0]
 
     def scan(self, columns: Iterable[str] | None) -> Iterator[list[tuple[int, Any]]]:
         """All rows with their numbers, in order, `at_once` at a time."""
         chosen = None if columns is None else tuple(columns)
-        for start in range(0, self._size, self.at_once):
-            yield list(enumerate(self._read(start, min(start + self.at_once, self._size), chosen), start))
+        for start in range(0, self.size, self.at_once):
+            yield list(enumerate(self.read(start, min(start + self.at_once, self.size), chosen), start))
 
 
 def open_records(source: Any, *, split: str | None = None, name: str | None = None, what: str = "prompts") -> Records:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,11 +36,26 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, draws: list[Draw]) -> Any: ...
+    def read(self, draws: list[Any]) -> Any: ...
 
     def batch(self, numbers: range, rows: Any) -> Batch:
         """The batch of what was read; `numbers` are the running numbers of its rows."""
         ...
+
+    def all_draws(self) -> Sequence[Any]:
+        """Of all rows, each once and in their order."""
+        return [Draw(0, index) for index in range(len(self))]
+
+    def in_parts(self, rows: int) -> Iterator[Batch]:
+        """All rows, each once and in their order, `rows` at a time."""
+        draws = self.all_draws()
+        for start in range(0, len(draws), rows):
+            part = draws[start : start + rows]
+            yield self.batch(range(start, start + len(part)), self.read(list(part)))
+
+    def whole(self) -> Batch:
+        """All rows, each once and in their order."""
+        return next(self.in_parts(len(self)))
 
 
 class ResumableSampler:

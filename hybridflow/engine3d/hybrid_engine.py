@@ -18,10 +18,9 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.overlapped_move import OverlappedMove
 from hybridflow.engine3d.transfer.transfer import received_by_tensor
-from hybridflow.engine3d.transition import Transition, any_rank
+from hybridflow.engine3d.transition import Generator, Trainer, Transition, any_rank
 from hybridflow.errors import ConfigError, nearest
 
 Offloaded = Literal["optimizer", "gradients", "generation"]
@@ -131,7 +130,9 @@ class HybridEngine:
             self.to_training()
         self._move.check()
         self._settled = False
-        stale, self._arrived, self._parked = self._stale_anywhere(), False, False
+        together = self._parks or self._overlap  # ranks may differ after a failure
+        stale = any_rank(self.stale, self._group) if together else self.stale
+        self._arrived = self._parked = False
         if self._waits:
             self._agree(partial(self._train.offload, self._waits))
         start = time.perf_counter()
@@ -201,10 +202,6 @@ class HybridEngine:
         self._moved_seconds, self._hidden_seconds = self._overlap.run(self._train.step_parts())
         self._arrived = self._settled = True
         return self._train.step_result
-
-    def _stale_anywhere(self) -> bool:
-        """Whether any rank is stale: ranks may differ after a failure."""
-        return any_rank(self.stale, self._group) if self._parks or self._overlap else self.stale
 
     @property
     def resident_bytes(self) -> int:

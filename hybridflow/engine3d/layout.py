@@ -40,6 +40,11 @@ class Box:
         return tuple(map(sub, self.stop, self.start))
 
     @property
+    def index(self) -> tuple[slice, ...]:
+        """Into the whole tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -140,6 +145,22 @@ class Region:
     offset: tuple[int, ...]
     strides: tuple[int, ...] | None = None
 
+    @classmethod
+    def first(cls, box: Box, storage: str) -> Region:
+        """Where `storage` begins with the box."""
+        return cls(box, storage, (0,) * len(box.start))
+
+    @classmethod
+    def whole(cls, tensor: str, shape: Sequence[int], storage: str | None = None) -> Region:
+        """A whole canonical tensor, in storage of its own name by default."""
+        return cls.first(Box.whole(tensor, shape), storage or tensor)
+
+    @classmethod
+    def rows(cls, tensor: str, shape: Sequence[int], storage: str, start: int, stop: int, at: int) -> Region:
+        """Rows `start:stop` of a canonical tensor of `shape`, from row `at` of the storage on."""
+        zeros = (0,) * (len(shape) - 1)
+        return cls(Box(tensor, (start, *zeros), (stop, *shape[1:])), storage, (at, *zeros))
+
     def index(self, part: Box | None = None) -> tuple[slice, ...]:
         """Slices into the storage for `part` of this region's box (the whole box when omitted); not of a flat one.
         Errors: ValueError unless the offset has one number per dimension, which planning checks."""
@@ -186,9 +207,16 @@ class Layout:
 
     def storages(self, rank: int) -> dict[str, list[Region]]:
         """The regions of each storage of `rank`, in the layout's order."""
+        return self._grouped(rank, lambda region: region.storage)
+
+    def by_tensor(self, rank: int) -> dict[str, list[Region]]:
+        """The regions of each canonical tensor of `rank`, in the layout's order."""
+        return self._grouped(rank, lambda region: region.box.tensor)
+
+    def _grouped(self, rank: int, key: Callable[[Region], str]) -> dict[str, list[Region]]:
         out: dict[str, list[Region]] = {}
         for region in self.regions(rank):
-            out.setdefault(region.storage, []).append(region)
+            out.setdefault(key(region), []).append(region)
         return out
 
     def placed(self, members: Sequence[int], ranks: int) -> Layout:

@@ -331,18 +331,6 @@ class TrackedMemory:
         self._offsets = {name: tensor.storage_offset() for name, tensor in tensors.items()}
         self.resident = memory.resident
 
-    @property
-    def losses(self) -> int:
-        return self._memory.losses
-
-    @property
-    def total_bytes(self) -> int:
-        return self._memory.total_bytes
-
-    @property
-    def resident_bytes(self) -> int:
-        return self._memory.resident_bytes
-
     @torch.no_grad()
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
         chosen = self._mine(names)
@@ -364,9 +352,6 @@ class TrackedMemory:
         chosen = self._mine(names)
         self._memory.offload(chosen)
         self._account.count(self._keys[name] for name in chosen)
-
-    def changed(self) -> None:
-        self._memory.changed()
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Names whose tensor is missing or has other memory than when this was built."""

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from hybridflow.engine3d.copy_stream import CopyStream, reached_by
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan
 from hybridflow.engine3d.transfer.handshake import wire_device
-from hybridflow.engine3d.transfer.local_plan import Storage
-from hybridflow.engine3d.transfer.transfer import Transfer
+from hybridflow.engine3d.transfer.transfer import Storage, Transfer
 from hybridflow.errors import LayoutError
 
 T = TypeVar("T")

@@ -261,19 +261,15 @@ class _Draft:
         mine = {id(routes): rank is None or routes.concern(rank) for routes in self.routes.values()}
         for piece, routes, fan, at in self.pieces:
             box, have, need = piece.box, piece.have, piece.need
-            for keeper in self._keepers(piece, rank):
+            for keeper in sorted(self.wanted.ranks(need)) if rank is None else (rank,):
+                if held[keeper] not in have or wanted[keeper] not in need:  # else it needs the piece and holds it
+                    continue
                 yield Move(box, keeper, keeper, have[held[keeper]][0], need[wanted[keeper]])
             if fan and mine[id(routes)]:
                 for sender, receiver, hop, root in fan.sends(box.numel, rank):
                     origin = need[wanted[sender]][0] if hop else have[held[sender]][0]
                     first = (root, have[held[root]][0].storage) if hop else None
                     yield Move(box, sender, receiver, origin, need[wanted[receiver]], at, fan.length, hop, first)
-
-    def _keepers(self, piece: Intersection, rank: int | None) -> list[int]:
-        """Ranks that need the piece and hold it."""
-        ranks = sorted(self.wanted.ranks(piece.need)) if rank is None else (rank,)
-        held, wanted = self.held.part, self.wanted.part
-        return [r for r in ranks if held[r] in piece.have and wanted[r] in piece.need]
 
 
 def _check_tensors(source: Layout, destination: Layout, exact: bool) -> None:

@@ -3,25 +3,109 @@
 To generation, layer by layer: a generation tensor gets memory just before its first byte arrives, and a recoverable
 training tensor is freed just after its last byte was read. Back, without communication: a training shard is part of its
 device's generation shard (paper, section 5.3) and is copied out of it.
+
+It works on a `Trainer` and a `Generator`, the part of a training and a generation engine that it uses, so `engine3d`
+imports no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.layout import Layout, equal_storages
-from hybridflow.engine3d.offloadable import MemoryAccount, TrackedMemory
+from hybridflow.engine3d.offloadable import Memory, MemoryAccount, TrackedMemory
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.transfer.buffers import same_memory
 from hybridflow.engine3d.transfer.handshake import check_complete, holds, wire_device
-from hybridflow.engine3d.transfer.local_plan import LocalCopies, Storage
-from hybridflow.engine3d.transfer.transfer import Transfer
+from hybridflow.engine3d.transfer.transfer import LocalCopies, Storage, Transfer
 from hybridflow.errors import LayoutError, WaitTimeoutError
+from hybridflow.topology import RankGrid
+
+
+class Holder(Protocol):
+    """Holds one rank's part of a model's weights."""
+
+    def layout(self) -> Layout:
+        """Boxes of every rank of the group."""
+        ...
+
+    def storage(self) -> Mapping[str, Tensor]:
+        """This rank's weights by the names that `layout().regions(rank)` uses; the same memory on every call."""
+        ...
+
+    def memory(self) -> Memory:
+        """The memory behind `storage()`; while names are released the holder does not compute."""
+        ...
+
+
+class Trainer(Holder, Protocol):
+    """A holder whose weights are trained. `step_result` is what an optimizer step returned last."""
+
+    grid: RankGrid
+
+    @property
+    def restorable(self) -> bool:
+        """Whether the optimizer has float32 main parameters apart from the parameters, which `restore` reads."""
+        ...
+
+    @property
+    def step_result(self) -> dict[str, float]: ...
+
+    def restore(self) -> None:
+        """Parameters := main parameters, all of them resident again. Collective over the data parallel ranks. Errors:
+        ConfigError when the trainer is not `restorable`."""
+        ...
+
+    def step_groups(self) -> Sequence[frozenset[str]]:
+        """Canonical tensors that each part of a step updates, disjoint, all of them, the same on every rank.
+
+        Every pipeline stage steps its k-th decoder layer in the same part, so that all stages are busy in all parts."""
+        ...
+
+    def step_parts(self) -> Iterator[int]:
+        """An optimizer step part by part, bitwise equal to the step as a whole (PUZZLE, section 5.2).
+
+        The gradient norm of all ranks and clipping come first. k is yielded when the parameters of `step_groups()[k]`
+        are final on this rank, gathered from its data parallel ranks; every rank must continue at the same pace. A
+        skipped step yields every part too. When exhausted, gradients are zero and `step_result` is set; an iterator
+        that is dropped half-way leaves the step unfinished."""
+        ...
+
+    def offload(self, what: Collection[Any]) -> None:
+        """Move parameters, optimizer or gradients to host memory. The trainer cannot compute without them."""
+        ...
+
+    def reload(self, what: Collection[Any]) -> None:
+        """Bring offloaded state back; other state is left alone."""
+        ...
+
+
+class Generator(Holder, Protocol):
+    """A holder that generates."""
+
+    def share(self, name: str, tensor: Tensor) -> bool:
+        """Make weight `name` use the memory of `tensor` (of equal shape, dtype, device): False where impossible.
+
+        `memory()` has to be requested again afterwards; it leaves `name` alone."""
+        ...
+
+    def weights_changed(self, version: int | None = None) -> None:
+        """Drop caches of the old weights (prefix cache). `version`: of the new ones, by default the next number."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the KV cache, and with it generation, until `wake()`. May be called twice."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the KV cache again."""
+        ...
+
 
 SHARE, SMALLEST_BUCKET = 2, 128 << 10  # a bucket is half a shard: 16 more rounds would cost as much as the bytes
 KEPT_SHARE = 0.25  # share of the training shard that may stay while generating instead of being gathered again

@@ -1,9 +1,11 @@
 """Agreement: the ranks of a group continue together or all raise, so no rank waits in a collective for a failed one;
-all make an optimizer step or all skip it; what a failed operation leaves; and sums over data parallel ranks."""
+all make an optimizer step or all skip it, and stop where they only skip; what a failed operation leaves; and sums over
+data parallel ranks."""
 
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,17 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow import config
 from hybridflow.algorithms.logits import Logits
 from hybridflow.algorithms.losses.loss import LossFunction, Totals
 from hybridflow.algorithms.masked import not_finite, response_mask
 from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.engines.process_groups import RankContext, gather, is_communication_error
+from hybridflow.engines.process_groups import RankContext, SkippedStep, gather, is_communication_error
 from hybridflow.errors import (
     BatchError,
     BrokenGroupError,
     DeviceMemoryError,
+    DivergenceError,
     HybridFlowError,
     WaitTimeoutError,
     WorkerError,
@@ -404,3 +408,50 @@ def _joined(findings: list[str]) -> str:
             ranks.setdefault(text, []).append(rank)
     said = [f"{text} on rank {', '.join(map(str, where))}" for text, where in list(ranks.items())[:_NAMED]]
     return "; ".join(said) + (f"; and more on {len(ranks) - _NAMED} other ranks" if len(ranks) > _NAMED else "")
+
+
+logger = logging.getLogger(__name__)
+
+
+class SkippedSteps:
+    """Counts the steps in a row that were skipped for numbers that are not finite, over all calls of a worker."""
+
+    def __init__(self, context: RankContext, settings: config.Optimizer | None) -> None:
+        self._context, self._settings, self.streak = context, settings, 0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last `max_skipped` steps were skipped; equal on all ranks."""
+        most = None if self._settings is None else self._settings.max_skipped
+        return most is not None and self.streak >= most
+
+    def made(self) -> None:
+        """A step was made."""
+        self.streak = 0
+
+    def skipped(self, number: int, steps: int, reason: str, row_ids: Sequence[int], overflow: bool) -> None:
+        """Step `number` of the call's `steps` was skipped, on all ranks; `row_ids` are this rank's rows. Collective.
+
+        An `overflow` of float16, which the loss scale cures, neither counts nor ends a streak. Errors: DivergenceError
+        on all ranks after `max_skipped` steps in a row.
+        """
+        context, settings = self._context, self._settings
+        ids = dict.fromkeys(row for rows in of_every_rank(context, tuple(row_ids)) for row in rows)
+        where = (context.role, context.method, context.step, context.call)
+        context.skipped.append(SkippedStep(*where, number, reason, tuple(ids)))
+        if context.rank == 0:
+            logger.warning(
+                "%s.%s skipped step %d of %d; no weight and no optimizer state has changed: %s.",
+                *(context.role, context.method, number, steps, reason),
+            )
+        self.streak += not overflow
+        if not self.diverged:
+            return
+        assert settings is not None
+        raise DivergenceError(
+            f"{context.role} skipped {self.streak} optimizer steps in a row, the last because {reason}. Its weights "
+            f"are those of the last step that was made, which may have broken them: continue from a checkpoint before "
+            f"it. Use a lower lr (now {settings.lr:g}), more warmup_steps or a smaller clip_grad (now "
+            f"{settings.clip_grad:g}), and look at the rows that skipped.jsonl in the run directory names. "
+            f"{type(settings).__name__}(max_skipped=...) sets the number; None never stops."
+        )

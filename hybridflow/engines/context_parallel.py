@@ -15,13 +15,13 @@ read, n of them on this rank.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch.batch import Batch
+from hybridflow.engines.both_ways import both_ways
 from hybridflow.engines.micro_batches import MicroBatch, some
 from hybridflow.engines.process_groups import RankContext, gather
 
@@ -67,53 +67,33 @@ class ContextParallel:
     def joined(self, micro: MicroBatch, values: Tensor) -> Tensor:
         """[n, ...] at the positions of this rank -> [M, ...] at all. Differentiable, for a loss that all ranks of the
         group compute alike; collective."""
-        return _Joined.apply(values, micro.place, micro.read, self.group)  # type: ignore[return-value]
+        assert micro.place is not None
+
+        def whole(values: Tensor, place: Tensor) -> Tensor:
+            found = values.new_zeros(micro.read, *values.shape[1:]).index_copy_(0, place, values)
+            dist.all_reduce(found, group=self.group)
+            return found
+
+        return both_ways(values, whole, lambda d, place: d.index_select(0, place), micro.place)
 
     def heads(self, x: Tensor) -> Tensor:
         """[S/c, K, D] -> [S, K/c, D]; fewer heads than ranks are repeated."""
         if x.shape[1] < self.size:
             x = x.repeat_interleave(self.size // x.shape[1], 1)
-        return _TokensOrHeads.apply(x, self.group, True)  # type: ignore[return-value]
+        return both_ways(x, self._to_heads, self._to_tokens)
 
     def tokens(self, x: Tensor) -> Tensor:
         """[S, N/c, D] -> [S/c, N, D]."""
-        return _TokensOrHeads.apply(x, self.group, False)  # type: ignore[return-value]
+        return both_ways(x, self._to_tokens, self._to_heads)
 
+    def _to_heads(self, x: Tensor) -> Tensor:
+        return self._exchanged(x.unflatten(1, (self.size, -1)).transpose(0, 1)).flatten(0, 1)
 
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, place, count, group):
-        ctx.save_for_backward(place)
-        whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, place, values)
-        dist.all_reduce(whole, group=group)
-        return whole
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        out = self._exchanged(x).unflatten(0, (self.size, -1))
+        return out.transpose(0, 1).flatten(1, 2).contiguous()  # a view where a rank has one head
 
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        (place,) = ctx.saved_tensors
-        return d.index_select(0, place), None, None, None
-
-
-class _TokensOrHeads(torch.autograd.Function):
-    """Tokens of all heads against heads of all tokens; each way is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx, x, group, to_heads):
-        ctx.group, ctx.to_heads = group, to_heads
-        return _exchange(x, group, to_heads)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        return _exchange(d, ctx.group, not ctx.to_heads), None, None
-
-
-def _exchange(x: Tensor, group: Any, to_heads: bool) -> Tensor:
-    ranks = group.size()
-    if to_heads:
-        x = x.unflatten(1, (ranks, -1)).transpose(0, 1)
-    sent = x.contiguous()
-    out = torch.empty_like(sent)
-    dist.all_to_all_single(out, sent, group=group)
-    if to_heads:
-        return out.flatten(0, 1)
-    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2).contiguous()  # a view where a rank has one head
+    def _exchanged(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(sent := x.contiguous())
+        dist.all_to_all_single(out, sent, group=self.group)
+        return out

@@ -1,20 +1,18 @@
-"""Types shared by engines: outputs and states of a train engine, and the interface of a generation engine.
+"""Types shared by engines: outputs and states of a train engine, and the rows of a generation engine.
 
 A training framework implements `sharded_model.ShardedModel`. A loss sees flat token values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast, get_args
 
 from torch import Tensor
 
-from hybridflow.config import Sampling, Until
-from hybridflow.engine3d.interfaces import Generator
+from hybridflow.config import Sampling
 from hybridflow.engines.row_images import RowImages
-from hybridflow.topology import GenerationGrid
 
 Output = Literal["log_probs", "entropy", "values", "logits", "ref_logits"]
 """Outputs that a loss can ask for; `logits` and `ref_logits` (the teacher's) are `algorithms.logits.Logits`."""
@@ -100,106 +98,4 @@ class RowSource(Protocol):
 
     def done(self) -> list[str]:
         """The names, since the last call, of rows that are `kept` and that no further row will continue."""
-        ...
-
-
-class GenerateEngine(Generator, Protocol):
-    """One rank of a sharded model that generates.
-
-    A session: `submit` rows, `advance` them, `take` the finished ones; `generate` is the three in a row. All ranks of
-    one generation replica make the same calls with the same rows and get the same results. Tokens
-    record `policy_version`: `weights_changed` counts it from 0, and the owner may set it between two calls.
-    """
-
-    grid: GenerationGrid
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the present weights."""
-        ...
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None: ...
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int] | None = None,
-        names: Sequence[int] | None = None,
-        images: Sequence[RowImages | None] | None = None,
-    ) -> list[list[Row]]:
-        """`sampling.n` finished rows of each prompt; `seeds` one per prompt, so results do not depend on the split
-        (on CUDA only to rounding: a row's logits depend on the rows beside it).
-
-        `names`, one per prompt, are what error messages call them (default: their positions); `images` are theirs.
-        """
-        ...
-
-    def new_rows(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int] | None = None,
-        row_ids: Sequence[int] | None = None,
-        images: Sequence[RowImages | None] | None = None,
-    ) -> list[Row]:
-        """`sampling.n` rows of each prompt, without tokens."""
-        ...
-
-    def submit(self, rows: Sequence[Row]) -> None:
-        """Take up copies of unfinished rows; those with tokens are continued."""
-        ...
-
-    def advance(self, until: Until = ...) -> None:
-        """Decode all unfinished rows until `until`."""
-        ...
-
-    def advance_while(self, going: Callable[[], bool]) -> None:
-        """Decode all unfinished rows as long as `going()` on the replica's first rank, and for a moment more."""
-        ...
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the replica's first rank, whose outputs are collected."""
-        ...
-
-    @property
-    def no_routing(self) -> Tensor | None:
-        """[0, layers, k]: `routed_experts` of a row without computed tokens; None where they are not captured."""
-        ...
-
-    def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
-        """Decode the rows that `source` gives until it has no more (None on all but the replica's first rank), or, with
-        `kept`, until it pauses: unfinished rows of it stay, and `kept` names them. Returns what it has under way."""
-        ...
-
-    def restrict(self, tokens: int) -> None:
-        """Sample ids below `tokens` only, those of the tokenizer, and the stop tokens."""
-        ...
-
-    def abandon(self, names: set[str]) -> None:
-        """Forget rows that `serve` has kept, finished or not, and what is kept of those that have ended."""
-        ...
-
-    def take(self) -> list[Row]:
-        """The finished rows that were not taken yet, in the order in which they finished."""
-        ...
-
-    def withdraw(self, names: Collection[str] | None = None) -> list[Row]:
-        """The unfinished rows (with these names), in the order of `submit`. The engine forgets them."""
-        ...
-
-    @property
-    def unfinished(self) -> list[Row]:
-        """The unfinished rows as they are now, in the order of `submit`; they stay the engine's."""
-        ...
-
-    @property
-    def cache_bytes(self) -> int:
-        """Current bytes of the KV cache."""
-        ...
-
-    def close(self) -> None:
-        """Shut the engine down. May be called twice."""
         ...

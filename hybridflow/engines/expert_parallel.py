@@ -14,12 +14,14 @@ rank, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from hybridflow.engines.both_ways import both_ways
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """[R, H]: what this rank's experts give for rows [R, H], sorted by expert, and the number of each one's, [L] int64."""
@@ -40,12 +42,18 @@ class ExpertParallel:
         place_C = torch.empty_like(order_C).scatter_(0, order_C, torch.arange(len(order_C), device=order_C.device))
         counts_E = torch.zeros(self.count, dtype=torch.int64, device=flat_C.device)
         counts_E.scatter_add_(0, flat_C, torch.ones_like(flat_C))
-        sent_CH: Any = _Copies.apply(rows_TH, order_C, place_C, chosen_Tk.shape[1])
+        each = chosen_Tk.shape[1]
+        sent_CH = both_ways(  # row i of the token of copy order[i]; the way back adds up the copies of one
+            rows_TH,
+            lambda rows, order, _: rows.index_select(0, order // each),
+            lambda d, _, place: d.index_select(0, place).unflatten(0, (-1, each)).sum(1),
+            *(order_C, place_C),
+        )
         if self.block.size() == 1:
             out_CH = compute(sent_CH, counts_E)
         else:
             out_CH = self._elsewhere(sent_CH, counts_E, compute)
-        back_CH: Any = _Reorder.apply(out_CH, place_C, order_C)
+        back_CH = _reordered(out_CH, place_C, order_C)
         return (back_CH.view(*chosen_Tk.shape, -1) * weights_Tk[..., None]).sum(1)
 
     def _elsewhere(self, sent_CH: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
@@ -56,109 +64,55 @@ class ExpertParallel:
         counts = table.cpu().view(ep, etp, ep, self.local)  # from (ep, etp), to expert (ep, local)
         at, column = self.ep.rank(), self.etp.rank()
         sizes = counts.sum(-1)[:, column]  # from ep, to ep
-        received: Any = sent_CH
+        sent, received = sizes[at].tolist(), sizes[:, at].tolist()
+        there, back = (partial(_exchange, sizes=ends, group=self.ep) for ends in ((sent, received), (received, sent)))
+        rows = sent_CH
         if ep > 1:
-            received = _Exchange.apply(sent_CH, sizes[at].tolist(), sizes[:, at].tolist(), self.ep)
+            rows = both_ways(rows, there, back)
         arrived = counts[:, :, at].transpose(0, 1)  # at etp, from ep, expert
         held = arrived.sum((1, 2)).tolist()
+        gather, scatter = (partial(way, held=held, group=self.etp) for way in (_gather, _scatter))
         if etp > 1:
-            received = _OfAllRanks.apply(received, held, self.etp, True)
+            rows = both_ways(rows, gather, scatter)
         of_row = torch.arange(self.local).repeat(etp * ep).repeat_interleave(arrived.flatten())
         order = of_row.argsort(stable=True)
         order, place = (x.to(sent_CH.device, non_blocking=True) for x in (order, order.argsort()))
         totals = arrived.sum((0, 1)).to(sent_CH.device, non_blocking=True)
-        out: Any = compute(_Reorder.apply(received, order, place), totals)
-        out = _Reorder.apply(out, place, order)
+        out = _reordered(compute(_reordered(rows, order, place), totals), place, order)
         if etp > 1:
-            out = _OfAllRanks.apply(out, held, self.etp, False)
+            out = both_ways(out, scatter, gather)
         if ep > 1:
-            out = _Exchange.apply(out, sizes[:, at].tolist(), sizes[at].tolist(), self.ep)
+            out = both_ways(out, back, there)
         return out
 
 
 def grouped(rows_RX: Tensor, weight_LXY: Tensor, ends_L: Tensor) -> Tensor:
     """[R, Y]: rows that are sorted by expert, times its matrix; those of expert l end before `ends[l]`, int32."""
-    return _Contiguous.apply(F.grouped_mm(rows_RX, weight_LXY, offs=ends_L))  # type: ignore[return-value]
+    out = F.grouped_mm(rows_RX, weight_LXY, offs=ends_L)
+    # grouped_mm takes no gradient that one value stands for
+    return both_ways(out, lambda x: x.view_as(x), lambda d: d.contiguous())
 
 
-class _Contiguous(torch.autograd.Function):
-    """Its input; grouped_mm takes no gradient that one value stands for."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        return d.contiguous()
-
-
-class _Copies(torch.autograd.Function):
-    """[T, H] -> [C, H], row i the token of copy order[i]; the way back adds up the `each` copies of one."""
-
-    @staticmethod
-    def forward(ctx, rows, order, place, each):
-        ctx.save_for_backward(place)
-        ctx.each = each
-        return rows.index_select(0, order // each)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        (place,) = ctx.saved_tensors
-        return d.index_select(0, place).unflatten(0, (-1, ctx.each)).sum(1), None, None, None
-
-
-class _Reorder(torch.autograd.Function):
+def _reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """x[order]; `inverse` is the way back."""
-
-    @staticmethod
-    def forward(ctx, x, order, inverse):
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        (inverse,) = ctx.saved_tensors
-        return d.index_select(0, inverse), None, None
+    return both_ways(
+        x,
+        lambda x, order, _: x.index_select(0, order),
+        lambda d, _, inverse: d.index_select(0, inverse),
+        *(order, inverse),
+    )
 
 
-class _Exchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to rank i of the group, and receives `received[i]` from it."""
-
-    @staticmethod
-    def forward(ctx, x, sent, received, group):
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchange(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        sent, received = ctx.sizes
-        return _exchange(d, received, sent, ctx.group), None, None, None
-
-
-def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, sizes: tuple[list[int], list[int]], group: dist.ProcessGroup) -> Tensor:
+    """Sends `sizes[0][i]` rows to rank i of the group, and receives `sizes[1][i]` from it."""
+    sent, received = sizes
     out = x.new_empty(sum(received), x.shape[1])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
 
 
-class _OfAllRanks(torch.autograd.Function):
-    """With `gathers` the rows of all ranks of the group, of which rank i has `held[i]`; else the sum over the ranks, of
-    which this one keeps its rows. Each is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx, x, held, group, gathers):
-        ctx.given = held, group, gathers
-        return (_gather if gathers else _scatter)(x, held, group)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        held, group, gathers = ctx.given
-        return (_scatter if gathers else _gather)(d, held, group), None, None, None
-
-
 def _gather(x: Tensor, held: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Padded to the most rows: gloo gathers equal parts only."""
+    """The rows of all ranks, of which rank i has `held[i]`; padded to the most rows: gloo gathers equal parts only."""
     longest = max(held)
     padded = F.pad(x, (0, 0, 0, longest - len(x))).contiguous()
     out = x.new_empty(len(held), longest, x.shape[1])
@@ -167,6 +121,7 @@ def _gather(x: Tensor, held: Sequence[int], group: dist.ProcessGroup) -> Tensor:
 
 
 def _scatter(x: Tensor, held: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks, of which this one keeps its rows."""
     longest = max(held)
     padded = torch.cat([F.pad(part, (0, 0, 0, longest - len(part))) for part in x.split(list(held))])
     out = x.new_empty(longest, x.shape[1])

@@ -73,17 +73,16 @@ class FakeDevice(TorchDispatchMode):
         if func is aten._to_copy.default and str(kwargs.get("device")) == "meta":
             like, dtype = tensors[0], kwargs.get("dtype")
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device="meta")
-        out = self._made(func, args, kwargs) if _makes(tensors, kwargs) else func(*args, **kwargs)
+        out = None
+        if _makes(tensors, kwargs):
+            with self._mode:
+                out = func(*args, **kwargs)
+        if not isinstance(out, Tensor) or not out.is_floating_point():  # others are real
+            out = func(*args, **kwargs)
         if func is torch.ops.c10d._allgather_base_.default and not fake:  # numbers, which all ranks say alike
             args[0].view(-1, args[1].numel()).copy_(args[1].view(-1))
         self._count(func, args, kwargs, out, fake)
         return out
-
-    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor that is made of nothing: fake if it is of floating point numbers."""
-        with self._mode:
-            out = func(*args, **kwargs)
-        return out if isinstance(out, Tensor) and out.is_floating_point() else func(*args, **kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, fake: bool) -> None:
         if func.namespace == "c10d" and fake:

@@ -51,8 +51,8 @@ class FlatGradients:
         self._device, kept_on = devices
         if whole:
             kept = [self._buffer(i) for i in range(len(units))]
-            self._shares, self._open = [self._own(i, buffer) for i, buffer in enumerate(kept)], {}
-            self._open.update(enumerate(kept))
+            self._shares = [buffer.view(one.size(), -1)[one.rank()] for one, buffer in zip(groups, kept, strict=True)]
+            self._open = dict(enumerate(kept))
         else:
             flat: dict[str, Any] = {"dtype": torch.float32, "device": kept_on, "pin_memory": kept_on != self._device}
             kept = [torch.zeros(unit.share(group.size()), **flat) for unit, group in zip(units, groups, strict=True)]
@@ -79,10 +79,6 @@ class FlatGradients:
     def _buffer(self, unit: int) -> Tensor:
         ranks = self._groups[unit].size()
         return torch.zeros(self._units[unit].share(ranks) * ranks, dtype=torch.float32, device=self._device)
-
-    def _own(self, unit: int, buffer: Tensor) -> Tensor:
-        """This rank's share [n/N] of a unit's buffer [n]."""
-        return buffer.view(self._groups[unit].size(), -1)[self._groups[unit].rank()]
 
     def pieces(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
         """Flat views of this rank's parameter pieces in `shares` ([n/N] for each unit)."""

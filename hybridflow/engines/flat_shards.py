@@ -133,14 +133,10 @@ class FlatShards:
     def square_sum(self) -> Tensor:
         """Adds up matrices first."""
         self.gradients.finish()
-        total = torch.zeros((), dtype=torch.float64, device=self.memory.device)
         held = {**self.storage, **self.adapters}
         pieces = sorted(self.gradients.own.items(), key=lambda item: held[item[0]].ndim == 1)
-        if counted := [piece for name, piece in pieces if self.counts(name)]:
-            total += to_device([torch.stack(torch._foreach_norm(counted)).double().square_().sum()], total.device)[0]
-        if self._everyone.size() > 1:
-            dist.all_reduce(total, group=self._everyone)
-        return total
+        counted = [piece for name, piece in pieces if self.counts(name)]
+        return square_sum(counted, self._everyone, self.memory.device)
 
     def waited(self, layer: nn.Module, mark: Any) -> None:
         """No other stream reads parameters."""
@@ -180,6 +176,16 @@ class FlatShards:
         if self.separate:
             Residency(self.main, self.memory.device).release()
         self.main, self._own = {}, {}
+
+
+def square_sum(gradients: list[Tensor], everyone: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """float64 on `device`, of all gradients of all ranks. Collective."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        total += to_device([torch.stack(torch._foreach_norm(gradients)).double().square_().sum()], device)[0]
+    if everyone.size() > 1:
+        dist.all_reduce(total, group=everyone)
+    return total
 
 
 def canonical_name(name: str) -> str:

@@ -39,16 +39,10 @@ def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: 
 
     Every tensor is drawn whole on the CPU from a seed of its name, one at a time, and this rank keeps its boxes.
     """
-    by_tensor: dict[str, list] = {}
-    for region in layout.regions(rank):
-        by_tensor.setdefault(region.box.tensor, []).append(region)
-    for name, regions in by_tensor.items():
+    for name, regions in layout.by_tensor(rank).items():
         shape = layout.tensors[name]
-        if (
-            name == "score.weight"
-            or name.endswith(ROUTER_BIAS)
-            or (len(shape) == 1 and (name.endswith("bias") or name in zeros))
-        ):
+        plain = len(shape) == 1 and (name.endswith("bias") or name in zeros)
+        if plain or name == "score.weight" or name.endswith(ROUTER_BIAS):
             whole = torch.zeros(shape)
         elif len(shape) == 1:
             whole = torch.ones(shape)
@@ -56,5 +50,4 @@ def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: 
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
         for region in regions:
-            box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
-            region.view(storage[region.storage]).copy_(whole[box])
+            region.view(storage[region.storage]).copy_(whole[region.box.index])

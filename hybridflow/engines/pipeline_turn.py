@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,23 +20,13 @@ import torch.distributed as dist
 from hybridflow.engine3d.copy_stream import reached_by
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError
-from hybridflow.planner.pipeline.schedule import Instruction
+
+if TYPE_CHECKING:
+    from hybridflow.engines.megatron.stage_pass import StagePass
 
 T = TypeVar("T")
 UPDATE_THREAD = "shared update"
 """The name of the threads of updates."""
-
-
-class Pass(Protocol):
-    """A mini-batch of a model on this stage (`megatron.stage_pass.StagePass`)."""
-
-    micro_batches: Sequence[Any]
-
-    def run(self, each: Instruction) -> None: ...
-
-    def run_all(self, instructions: Sequence[Instruction]) -> None: ...
-
-    def end(self) -> None: ...
 
 
 class Announced(NamedTuple):
@@ -63,7 +53,7 @@ class PipelineTurn:
         self._given: torch.cuda.Event | None = None  # after what the update queued before its mini-batch
         self._computed: torch.cuda.Event | None = None
         self._changed = threading.Condition()
-        self._pass: Pass | None = None
+        self._pass: StagePass | None = None
         self._error: BaseException | None = None
         self._taken, self._all_done = 0, threading.Event()
 
@@ -84,7 +74,7 @@ class PipelineTurn:
         self._alone()
         return not self._trains and not self._last
 
-    def take(self, mine: Pass) -> None:
+    def take(self, mine: StagePass) -> None:
         """Have a mini-batch run; returns after its last instruction. Errors: those of any model's computations."""
         with self._changed:
             self._taken += 1
@@ -145,7 +135,7 @@ class PipelineTurn:
 
     # The thread that computes
 
-    def next_pass(self) -> Pass | None:
+    def next_pass(self) -> StagePass | None:
         """The mini-batch that the update waits for; None when the update has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._pass is not None or self.ended)

@@ -11,6 +11,7 @@ Shapes: T tokens of this rank, k experts of each, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,28 +100,22 @@ def follow(model: nn.Module, spec: Decoder) -> Replays:
     layers = []
     for layer, sparse in enumerate(arch.sparse):
         if sparse:
-            end = f"layers.{layer}.{_gate(arch.experts)}"
+            gate = arch.experts.names[0].replace("block_sparse_moe", "mlp")  # transformers' name since version 5
+            end = f"layers.{layer}.{gate}"
             router = next(module for n, module in model.named_modules() if canonical_name(n).endswith(end))
             layers.append(replay := RouterReplay())
-            router.register_forward_hook(_Hook(replay, arch.experts))
+            router.register_forward_hook(partial(_replayed, replay, arch.experts))
     return Replays(layers)
 
 
-def _gate(experts: Experts) -> str:
-    return experts.names[0].replace("block_sparse_moe", "mlp")  # as transformers' modules are called since version 5
-
-
-class _Hook:
-    def __init__(self, replay: RouterReplay, experts: Experts) -> None:
-        self.replay, self.experts = replay, experts
-
-    def __call__(self, module: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        if self.replay.forced is None:
-            return out
-        logits_TE, weights_Tk, chosen_Tk = out
-        found_Tk = self.replay(chosen_Tk)
-        scores_TE = logits_TE.sigmoid() if self.experts.score == "sigmoid" else logits_TE.float().softmax(-1)
-        return logits_TE, weights(scores_TE, found_Tk, self.experts).to(weights_Tk.dtype), found_Tk
+def _replayed(replay: RouterReplay, experts: Experts, module: nn.Module, args: Any, out: Any) -> tuple[Tensor, ...]:
+    """Hook of a router."""
+    if replay.forced is None:
+        return out
+    logits_TE, weights_Tk, chosen_Tk = out
+    found_Tk = replay(chosen_Tk)
+    scores_TE = logits_TE.sigmoid() if experts.score == "sigmoid" else logits_TE.float().softmax(-1)
+    return logits_TE, weights(scores_TE, found_Tk, experts).to(weights_Tk.dtype), found_Tk
 
 
 def weights(scores_TE: Tensor, chosen_Tk: Tensor, experts: Experts) -> Tensor:

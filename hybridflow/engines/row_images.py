@@ -95,24 +95,21 @@ def check_prompt(name: int, prompt: Sequence[int], images: RowImages | None, spe
         if images is not None:
             raise PromptError(f"prompt {name} has images, and {spec.family} models read text only.")
         return
-    if images is not None and (wrong := {one.shape[1:] for one in images.patches} - {(tokens.patch,)}):
-        raise PromptError(
-            f"prompt {name} has patches of {list(wrong.pop())} numbers, the model reads {tokens.patch}. "
-            f"Give PromptLoader(processor=) the processor of this model."
-        )
-    if images is not None and not bool((fitting := tokens.fits(images.grids)).all()):
-        raise PromptError(
-            f"prompt {name} has images of {images.grids[~fitting].tolist()} patches: height and width must be "
-            f"multiples of {tokens.merge}. Give PromptLoader(processor=) the processor of this model."
-        )
-    if images is not None and (longest := int(tokens.counts(images.grids).max())) > most:
-        raise PromptError(
-            f"prompt {name} has an image of {longest} tokens, more than VLLM(image_tokens={most}). "
-            f"Raise it, or give PromptLoader(processor=) a processor of smaller images (max_pixels=)."
-        )
-    seen, given = prompt.count(tokens.token), 0 if images is None else int(tokens.counts(images.grids).sum())
-    if seen != given:
-        raise PromptError(
-            f"prompt {name} has {seen} tokens of images, its images have {given}. Give PromptLoader(processor=) the "
-            f"processor of this model."
-        )
+    seen, given, why = prompt.count(tokens.token), 0, ""
+    if images is not None:
+        fitting, counts = tokens.fits(images.grids), tokens.counts(images.grids)
+        if wrong := {one.shape[1:] for one in images.patches} - {(tokens.patch,)}:
+            why = f"has patches of {list(wrong.pop())} numbers, the model reads {tokens.patch}"
+        elif not bool(fitting.all()):
+            odd = images.grids[~fitting].tolist()
+            why = f"has images of {odd} patches: height and width must be multiples of {tokens.merge}"
+        elif (longest := int(counts.max())) > most:
+            raise PromptError(
+                f"prompt {name} has an image of {longest} tokens, more than VLLM(image_tokens={most}). "
+                f"Raise it, or give PromptLoader(processor=) a processor of smaller images (max_pixels=)."
+            )
+        given = int(counts.sum())
+    if not why and seen != given:
+        why = f"has {seen} tokens of images, its images have {given}"
+    if why:
+        raise PromptError(f"prompt {name} {why}. Give PromptLoader(processor=) the processor of this model.")

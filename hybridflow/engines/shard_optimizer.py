@@ -1,4 +1,5 @@
-"""ShardOptimizer: torch's AdamW or SGD on the float32 tensors that one rank of a sharded model steps."""
+"""ShardOptimizer: torch's AdamW or SGD on the float32 tensors that one rank of a sharded model steps; which of its
+settings hold for which parameters."""
 
 from __future__ import annotations
 
@@ -6,16 +7,18 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridflow import config
+from hybridflow.config import Optimizer
+from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import HostImages, Residency
-from hybridflow.engines.parameter_groups import GroupSettings, settings_of
 from hybridflow.engines.sharded_model import Shards
-from hybridflow.models.hf_spec import ROUTER_BIAS
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.models.hf_spec import ROUTER_BIAS, matches
 
 logger = logging.getLogger(__name__)
 INITIAL_SCALE, SCALE_GROWTH, GROWTH_INTERVAL, HYSTERESIS = 2.0**16, 2.0, 1000, 2
@@ -273,11 +276,6 @@ class ShardOptimizer:
             self.memory.zero(self.memory.fetch())
             self.resident = True
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes in device memory besides the parameters."""
-        return self.memory.resident_bytes
-
     def close(self) -> None:
         """Free the state, on the device and on the host, also of tensors that others still refer to."""
         self.memory.release()
@@ -287,3 +285,49 @@ class ShardOptimizer:
         Residency(tensors, self.shards.memory.device).release()
         self.torch.state.clear()
         self.torch.param_groups.clear()
+
+
+class GroupSettings(NamedTuple):
+    """The highest learning rate of the schedule, and the weight decay."""
+
+    lr: float
+    weight_decay: float
+
+
+def settings_of(optimizer: Optimizer, tensor: str, decays: bool) -> GroupSettings:
+    """Those of the canonical `tensor`; `decays`: without a group for it, it has the optimizer's weight decay."""
+    groups: Any = optimizer.groups
+    own = next((dict(own) for pattern, own in groups if matches(pattern, tensor)), {})
+    decay = optimizer.weight_decay if decays else 0.0
+    return GroupSettings(own.get("lr", optimizer.lr), own.get("weight_decay", decay))
+
+
+def check_groups(optimizer: Optimizer, trained: Collection[str], layout: Layout) -> None:
+    """Errors: ConfigError for a pattern without a trained tensor, two patterns for one tensor, and a parameter of a
+    backend's own that consists of tensors of different groups."""
+    name = type(optimizer).__name__
+    patterns = [pattern for pattern, _ in optimizer.groups]
+    for pattern in patterns:
+        if not any(matches(pattern, tensor) for tensor in trained):
+            known = {part for tensor in trained for part in tensor.split(".")}
+            raise ConfigError(
+                f"{name}(groups={{{pattern!r}: ...}}): no trained tensor has {pattern!r} in its name."
+                f"{nearest(pattern, known)} Their names are those of model.safetensors, such as {next(iter(trained))}."
+            )
+    of = {tensor: [pattern for pattern in patterns if matches(pattern, tensor)] for tensor in trained}
+    for tensor, found in of.items():
+        if len(found) > 1:
+            raise ConfigError(
+                f"{name}(groups=...): {tensor} is in the groups {found[0]!r} and {found[1]!r}. Write patterns of which "
+                f"one at most fits; * stands for any text."
+            )
+    parts: dict[Any, int] = {layout.part(rank) if layout.part else rank: rank for rank in range(layout.ranks)}
+    for rank in parts.values():
+        for regions in layout.storages(rank).values():
+            joined = {region.box.tensor: of.get(region.box.tensor) for region in regions}
+            one, *others = joined
+            if other := next((tensor for tensor in others if joined[tensor] != joined[one]), None):
+                raise ConfigError(
+                    f"{name}(groups=...): {one} and {other} are one tensor of this backend, and their groups differ. "
+                    f"Give both to one group, or train with hf.FSDP() or hf.ZeRO(stage=...)."
+                )

@@ -24,6 +24,10 @@ from hybridflow.engines.router_replay import Replays
 from hybridflow.engines.token_outputs import TokenOutputs
 
 T = TypeVar("T")
+Read = Callable[[MicroBatch, Tensor], Any]
+"""What is computed of a micro-batch and its head, [N or more, C]."""
+Failed = Callable[[Exception], None]
+"""Is given the error of a computation without which a pass can continue."""
 
 
 def compute_dtype(strategy: Any, device: torch.device) -> torch.dtype:
@@ -112,25 +116,14 @@ class MicroBatchLoop(Protocol):
     lockstep: bool
     replays: Replays | None
 
-    def infer(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        read: Callable[[MicroBatch, Tensor], Any],
-        failed: Callable[[Exception], None],
-        hidden: bool = False,
-    ) -> list[Any]:
+    def infer(self, micro_batches: Sequence[MicroBatch], read: Read, failed: Failed, hidden: bool = False) -> list[Any]:
         """`read(micro-batch, head [N or more, C])` of each, without gradients; on the last stage.
 
         With `hidden` it reads the hidden states [N or more, H] that the output layer takes, and that is not computed.
         """
         ...
 
-    def train(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Callable[[MicroBatch, Tensor], Tensor],
-        failed: Callable[[Exception], None],
-    ) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Read, failed: Failed) -> None:
         """Add the gradients of `loss(micro-batch, head [N or more, C])` of each, called on the last stage."""
         ...
 
@@ -172,13 +165,7 @@ class PlainLoop:
         self.lockstep, self._cut = shards.lockstep, context.grid.t > 1
 
     @torch.no_grad()
-    def infer(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        read: Callable[[MicroBatch, Tensor], Any],
-        failed: Callable[[Exception], None],
-        hidden: bool = False,
-    ) -> list[Any]:
+    def infer(self, micro_batches: Sequence[MicroBatch], read: Read, failed: Failed, hidden: bool = False) -> list[Any]:
         self._shards.model.eval()
 
         def compute(micro: MicroBatch) -> Any:  # one head at a time
@@ -189,12 +176,7 @@ class PlainLoop:
         self._shards.after_pass()
         return found[: len(micro_batches)]
 
-    def train(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Callable[[MicroBatch, Tensor], Tensor],
-        failed: Callable[[Exception], None],
-    ) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Read, failed: Failed) -> None:
         self._shards.model.train()
         if self.replays is not None:
             self.replays.clear()
@@ -215,7 +197,7 @@ class PlainLoop:
                 good = self._attempt(failed, not self.lockstep, partial(compute, micro)) or False
         self._shards.after_pass()
 
-    def _attempt(self, failed: Callable[[Exception], None], continues: bool, compute: Callable[[], T]) -> T | None:
+    def _attempt(self, failed: Failed, continues: bool, compute: Callable[[], T]) -> T | None:
         """The result of a computation; None after an error without which the pass continues."""
         try:
             return compute()

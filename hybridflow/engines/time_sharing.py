@@ -17,16 +17,19 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from hybridflow.engines.pipeline_turn import UPDATE_THREAD, Announced, Pass, PipelineTurn
+from hybridflow.engines.pipeline_turn import UPDATE_THREAD, Announced, PipelineTurn
 from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import WorkerError
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, one_f_one_b
 from hybridflow.planner.pipeline.shared_schedule import together
+
+if TYPE_CHECKING:
+    from hybridflow.engines.megatron.stage_pass import StagePass
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,7 +132,7 @@ class SharedStages:
             turn.done()
 
     def _run(self, turns: Sequence[PipelineTurn], instructions: Sequence[Instruction]) -> None:
-        passes = dict[int, Pass]()
+        passes: dict[int, StagePass] = {}
         for each in instructions:
             turn = turns[each.model]
             mine = turn.next_pass()

@@ -45,7 +45,7 @@ BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedM
 
 
 class TrainEngine(TrainStates):
-    """One rank's part of one model; a `engine3d.interfaces.Trainer`. Without an optimizer it only computes.
+    """One rank's part of one model; a `engine3d.transition.Trainer`. Without an optimizer it only computes.
 
     Its inputs are the rows of this rank's data parallel replica as `prompt_ids` and `response_ids` (ragged); outputs
     are ragged over response tokens, log-probabilities after dividing logits by `temperature`. A rank without rows still

@@ -1,16 +1,23 @@
-"""TrainStates: parameters, gradients and optimizer state of one rank, in device memory or in host memory."""
+"""TrainStates: parameters, gradients and optimizer state of one rank, in device memory or in host memory; a model whose
+parameters are still being copied in computes each layer once its own are there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from hybridflow.engine3d.offloadable import HostImages, Residency
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Operations
 from hybridflow.engines.contract import TrainState
-from hybridflow.engines.layer_waits import wait_by_layer
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shard_optimizer import ShardOptimizer
+from hybridflow.engines.units import LAYER
 from hybridflow.errors import ConfigError
 
 
@@ -36,11 +43,7 @@ class TrainStates:
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of each `TrainState` now in device memory."""
-        found = {"parameters": self._shards.memory.resident_bytes}
-        if self._optimizer is not None:
-            found["gradients"] = self._shards.gradients.resident_bytes
-            found["optimizer"] = self._optimizer.resident_bytes
-        return found
+        return {name: one.resident_bytes for name, one in self._owners().items()}
 
     def offload(self, what: Collection[TrainState]) -> None:
         """Move these to host memory, or none when it fails; the engine does not compute until they are back."""
@@ -54,23 +57,23 @@ class TrainStates:
 
     def away_bytes(self, what: Collection[TrainState]) -> int:
         """What `reload` would allocate."""
-        memories = {"parameters": self._shards.memory}
-        if self._optimizer is not None:
-            memories |= {"optimizer": self._optimizer.memory, "gradients": self._shards.gradients.memory}
-        return sum(one.total_bytes - one.resident_bytes for name, one in memories.items() if name in what)
+        memories = (getattr(one, "memory", one) for name, one in self._owners().items() if name in what)
+        return sum(memory.total_bytes - memory.resident_bytes for memory in memories)
 
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes of parameters, gradients and optimizer state that were copied from and to host memory so far."""
-        images = self._images()
+        images = [one.images for one in self._owners().values()]
         return sum(image.copied_in for image in images), sum(image.copied_out for image in images)
 
     def image_bytes(self) -> int:
         """Bytes of the images of parameters, gradients and optimizer state in host memory."""
-        return sum(image.nbytes for image in self._images())
+        return sum(one.images.nbytes for one in self._owners().values())
 
-    def _images(self) -> list[HostImages]:
-        owners = [*self._memories(), *([self._shards.gradients] if self._optimizer else [])]
-        return [owner.images for owner in owners]
+    def _owners(self) -> dict[str, Any]:
+        """What each `TrainState` lies in: memory, or gradients that have some."""
+        trained = self._optimizer
+        state = {} if trained is None else {"gradients": self._shards.gradients, "optimizer": trained.memory}
+        return {"parameters": self._shards.memory, **state}
 
     def _memories(self) -> list[Residency]:
         return [self._shards.memory, *([self._optimizer.memory] if self._optimizer else [])]
@@ -148,3 +151,35 @@ class TrainStates:
         if self._optimizer is None:
             raise ConfigError(f"{self.context.role} was built without an optimizer: it cannot train. Give optim=.")
         return self._optimizer
+
+
+def wait_by_layer(model: nn.Module, memory: Residency, waited: Callable[[nn.Module, Any], None]) -> None:
+    """From now on parameters in `memory` come in the order in which `model` uses them: those outside of layers, for
+    which the model itself waits, then layer after layer, each of which waits before it computes, on its device's
+    stream. `waited(module, mark)` is called where there was something to wait for.
+    """
+
+    def wait(names: set[str], module: nn.Module, *_: Any) -> None:
+        if (mark := memory.arrive(names)) is not None:
+            waited(module, mark)
+
+    paths = {path: LAYER.match(f"{path}.") for path, _ in model.named_modules()}
+    layers = [path for path, found in paths.items() if found is not None and found.end() == len(path) + 1]
+    if isinstance(model, FSDPModule):  # which gathers with itself what is no unit of its own, such as image encoders
+        layers = [path for path in layers if isinstance(model.get_submodule(path), FSDPModule)]
+    named, left = list[str](), memory.names
+    hooks: list[tuple[nn.Module, set[str]]] = []
+    for layer in map(model.get_submodule, layers):
+        own = memory.names_of(map(local_tensor, layer.parameters())) & left
+        named, left = [*named, *sorted(own)], left - own
+        hooks.append((layer, own))
+    memory.sort([*sorted(left), *named])
+    for module, names in [(model, left), *hooks]:
+        if names:  # first: FSDP gathers a layer's parameters before it computes, too
+            module.register_forward_pre_hook(partial(wait, names), prepend=True)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, detached, sharing its memory."""
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -189,7 +189,7 @@ def whole_units(
 
 def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
     """Every rank holds every tensor whole, in storage of its name."""
-    regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in tensors.items()]
+    regions = [Region.whole(name, shape) for name, shape in tensors.items()]
     return Layout(tensors, ranks, lambda rank: regions, lambda rank: 0)
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Until
-from hybridflow.engines.contract import GenerateEngine, Row
+from hybridflow.engines.contract import Row
 from hybridflow.environments.agent import Acted, Agent, AgentTurns, report_failures
 from hybridflow.environments.sessions import Sessions
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.process_pool import pickled
+
+if TYPE_CHECKING:
+    from hybridflow.engines.vllm.engine import VLLMEngine
 
 
 class RecentSessions:
@@ -47,7 +50,7 @@ class ActingSession:
     trajectories that have not ended. `_untaken`: trajectories may have ended during a weight transfer and wait for
     `advance`. Both are equal on all ranks."""
 
-    def __init__(self, engine: GenerateEngine, checkpoint: str, numbers: Iterator[int]) -> None:
+    def __init__(self, engine: VLLMEngine, checkpoint: str, numbers: Iterator[int]) -> None:
         self._engine, self._numbers = engine, numbers
         self.under_way, self._untaken = 0, False
         self._kept: set[str] = set()  # turns under way

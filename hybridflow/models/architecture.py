@@ -408,12 +408,8 @@ def _check_settings(config: Any, known: frozenset[str], family: str) -> None:
     activation = _activation(config)
     if activation not in ("silu", "gelu_pytorch_tanh"):
         unknown["hidden_act"] = activation
-    for name in (
-        "clip_qkv",
-        "router_jitter_noise",
-        "attn_logit_softcapping" if family == "gemma3_text" else "clip_qkv",
-    ):
-        if getattr(config, name, None):
+    for name in ("clip_qkv", "router_jitter_noise", "attn_logit_softcapping"):
+        if getattr(config, name, None) and (name != "attn_logit_softcapping" or family == "gemma3_text"):
             unknown[name] = getattr(config, name)
     if unknown:
         asked = ", ".join(f"{key}={value!r:.60}" for key, value in sorted(unknown.items()))

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
-from hybridflow.engines.contract import GenerateEngine, Row
+from hybridflow.engines.contract import Row
 from hybridflow.engines.row_images import RowImages, check_columns
 from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.environments.acting_session import ActingSession, RecentSessions
@@ -38,6 +38,9 @@ from hybridflow.models.images import GRIDS, IMAGES, PIXELS
 from hybridflow.protocols.operation import Settings, register
 from hybridflow.protocols.protocol import THREE_D_ALL_MICRO_DP
 from hybridflow.settings import require
+
+if TYPE_CHECKING:
+    from hybridflow.engines.vllm.engine import VLLMEngine
 
 _AGENTS = 2
 """Whose processes stay between calls, so that training and evaluation may take turns."""
@@ -126,7 +129,7 @@ class Generation:
     `engine` may be replaced by another of the same model; it is closed when the tokenizer cannot be read.
     """
 
-    def __init__(self, engine: GenerateEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
+    def __init__(self, engine: VLLMEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
         self.engine, self.strategy = engine, strategy
         self.outdated = False  # the version of the weights, which `advance` names
         self._named = False

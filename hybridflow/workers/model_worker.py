@@ -21,7 +21,7 @@ from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.config import FSDP, DType, LoRA, Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.agreement import REDUCTIONS, agree
+from hybridflow.engines.agreement import REDUCTIONS, SkippedSteps, agree
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.remote_directory import opened, written_here
@@ -29,9 +29,8 @@ from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_
 from hybridflow.engines.contract import PARAMETERS, STATES, UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG, check_adapters, check_injection, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
-from hybridflow.engines.parameter_groups import check_groups
 from hybridflow.engines.replicas import check_replicas
-from hybridflow.engines.skipped_steps import SkippedSteps
+from hybridflow.engines.shard_optimizer import check_groups
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.engines.worker_spec import WorkerSpec
@@ -185,7 +184,7 @@ def _optimizer_changes(settings: Settings, call: Settings) -> Settings:
     require(optim is not None, "set_optimizer: this group does not train. Give it optim=hf.Adam(lr=...) when placed.")
     given = {name: value for name, value in call.items() if value is not None}
     require(bool(given), "set_optimizer() changes nothing: give what should change, such as lr=1e-6.")
-    changed = replace(cast(Optimizer, optim), **given)
+    changed = replace(cast("Optimizer", optim), **given)
     return {name: getattr(changed, name) for name in given}
 
 
@@ -202,7 +201,7 @@ class ModelWorker(Worker):
 
     @classmethod
     def worker_spec(cls, settings: Settings) -> WorkerSpec:
-        path, lora, train = settings.get("model"), lora_of(settings), cast(TrainStrategy, settings.get("train"))
+        path, lora, train = settings.get("model"), lora_of(settings), cast("TrainStrategy", settings.get("train"))
         if path is None:
             return WorkerSpec(resolve=_resolved, layout=partial(_no_layout, cls.role))
         model = partial(read_spec, path, cls.head)

@@ -12,8 +12,7 @@ from transformers import AutoModelForImageTextToText
 from hybridflow.config import FSDP, LoRA, ZeRO
 from hybridflow.engines.fsdp.layout import state_layout, weights_layout
 from hybridflow.errors import ConfigError
-from hybridflow.models.hf_spec import read_spec
-from hybridflow.models.patterns import frozen_tensors
+from hybridflow.models.hf_spec import frozen_tensors, read_spec
 from tests.contracts import vision_tasks as tasks
 from tests.vision_models import KINDS, make_vision
 

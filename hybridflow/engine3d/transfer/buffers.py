@@ -143,7 +143,12 @@ class Round:
             if (flat := message.flat) is None:
                 flat = arena[start : start + message.nbytes]
                 start += message.staged_bytes
-                self._copy_parcels(message, flat)
+                begin = 0
+                for parcel in message.parcels:
+                    packed = flat[begin : begin + parcel.nbytes].view(parcel.dtype).view(parcel.views[0].shape)
+                    begin += parcel.nbytes
+                    for view in parcel.views:
+                        self._pack.add(packed, view) if message.sent else self._unpack.add(view, packed)
             readable = message.peer in (self.memory.readers if message.sent else self.memory.readable)
             if readable and totals[message.peer, message.sent] >= ANNOUNCED_BYTES:
                 near.setdefault((message.peer, message.sent), []).append(flat)
@@ -165,14 +170,6 @@ class Round:
 
     def _add(self, operation: Callable, tensor: Tensor, peer: int, tag: int = 0) -> None:
         self.ops.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag))
-
-    def _copy_parcels(self, message: Message, flat: Tensor) -> None:
-        start = 0
-        for parcel in message.parcels:
-            packed = flat[start : start + parcel.nbytes].view(parcel.dtype).view(parcel.views[0].shape)
-            start += parcel.nbytes
-            for view in parcel.views:
-                self._pack.add(packed, view) if message.sent else self._unpack.add(view, packed)
 
     def post(self) -> None:
         """Pack and start the messages. Errors: RuntimeError of torch.distributed when a peer is gone."""

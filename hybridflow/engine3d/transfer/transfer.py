@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,14 +19,115 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.engine3d.copy_stream import CopyStream
-from hybridflow.engine3d.offloadable import Memory
+from hybridflow.engine3d.layout import Box, Region
+from hybridflow.engine3d.offloadable import Memory, TrackedMemory
 from hybridflow.engine3d.plan import BUCKET_BYTES, Move, WeightPlan
 from hybridflow.engine3d.routing import IN_FLIGHT
-from hybridflow.engine3d.transfer.buffers import Message, Round, messages
-from hybridflow.engine3d.transfer.handshake import Handshake, wire_device
-from hybridflow.engine3d.transfer.local_plan import LocalCopies, LocalPlan, Storage, check_resident
+from hybridflow.engine3d.transfer.buffers import Copies, Message, Parcel, Round, messages, same_memory
+from hybridflow.engine3d.transfer.handshake import Handshake, check_dtype, converts, wire_device
 from hybridflow.engine3d.transfer.peer_memory import PeerMemory
-from hybridflow.errors import WaitTimeoutError
+from hybridflow.errors import LayoutError, WaitTimeoutError
+
+Storage = Mapping[str, Tensor]
+"""A rank's tensors by the names that its regions use."""
+
+
+@dataclass
+class LocalCopies(Copies):
+    """The copies of one canonical tensor's pieces that stay on the rank, and the storages that they touch."""
+
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+
+
+class LocalPlan:
+    """The moves of `plan` that touch `rank` over its storages, of which `sources` and `destinations` are used.
+
+    `failure` is a misfit, or any error of a storage that is read from a file on access. It is not raised here, because
+    the other ranks must learn of it.
+    Storages must have memory now; views that were made stay valid when it goes and comes."""
+
+    def __init__(self, plan: WeightPlan, source: Storage, destination: Storage, rank: int) -> None:
+        self.sources: dict[str, Tensor] = {}
+        self.destinations: dict[str, Tensor] = {}
+        self.failure: Exception | None = None
+        self._plan, self._rank, self._given = plan, rank, (source, destination)
+        self._written: Counter[str] = Counter()
+        try:
+            self._plan = plan.part(rank)
+            self._check()
+        except Exception as error:  # the others must not wait for this rank
+            self.failure = error
+
+    def dtypes(self) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+        """Dtypes of source and destination storages, by name."""
+        sides = [{name: tensor.dtype for name, tensor in side.items()} for side in (self.sources, self.destinations)]
+        return sides[0], sides[1]
+
+    def gaps(self) -> set[str]:
+        """Destination storages that the plan does not fill completely: padding."""
+        return {name for name, tensor in self.destinations.items() if self._written[name] < tensor.numel()}
+
+    def local(self) -> dict[str, LocalCopies]:
+        """Local copies by canonical tensor, in plan order."""
+        out: dict[str, LocalCopies] = {}
+        for move in self._plan.local(self._rank):
+            from_ = move.origin.view(self.sources[move.origin.storage], move.box)
+            for region in move.into:
+                into = region.view(self.destinations[region.storage], move.box)
+                if not same_memory(into, from_):
+                    group = out.setdefault(move.box.tensor, LocalCopies())
+                    group.add(into, from_)
+                    group.reads.add(move.origin.storage)
+                    group.writes.add(region.storage)
+        return out
+
+    def parcels(self, moves: Sequence[Move], handshake: Handshake) -> Iterator[tuple[int, bool, Parcel]]:
+        """This rank's sends and receives for `moves`: peer, whether sent, and the parcel."""
+        for move in moves:
+            tensor, dtype = move.box.tensor, handshake.wire(move)
+            if move.source == self._rank:
+                side = self.destinations if move.hop else self.sources
+                views = (move.origin.view(side[move.origin.storage], move.box),)
+                read = () if move.hop else (move.origin.storage,)
+                yield move.destination, True, Parcel(tensor, dtype, views, read)
+            else:
+                views = tuple(region.view(self.destinations[region.storage], move.box) for region in move.into)
+                written = tuple(region.storage for region in move.into)
+                yield move.source, False, Parcel(tensor, dtype, views, written)
+
+    def _check(self) -> None:
+        for move in self._plan.moves:
+            origin = self._view(move.origin, move.box, sent=not move.hop) if move.source == self._rank else None
+            for region in move.into if move.destination == self._rank else ():
+                into = self._view(region, move.box, sent=False)
+                self._written[region.storage] += move.box.numel
+                if origin is not None and not converts(origin.dtype, into.dtype):
+                    raise LayoutError(
+                        f"{move.box} is {origin.dtype} in the source and {into.dtype} in the destination of rank "
+                        f"{self._rank}, and there is no conversion between them."
+                    )
+
+    def _view(self, region: Region, box: Box, sent: bool) -> Tensor:
+        """A checked view: slicing beyond the end would silently return less."""
+        side, kept = ("source", self.sources) if sent else ("destination", self.destinations)
+        storage = self._given[0 if sent else 1]
+        if region.storage not in storage:
+            raise LayoutError(
+                f"the {side} layout of rank {self._rank} names {region.storage!r}, its storage has "
+                f"{sorted(storage)[:8]}."
+            )
+        if (tensor := kept.get(region.storage)) is None:
+            check_dtype(storage[region.storage].dtype)
+            tensor = kept[region.storage] = storage[region.storage].detach()
+        check_resident(side, region.storage, tensor, self._rank)
+        return region.view(tensor, box)
+
+
+def check_resident(side: str, name: str, tensor: Tensor, rank: int) -> None:
+    """Errors: LayoutError for a tensor without memory."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise LayoutError(f"{side} tensor {name!r} of rank {rank} has no memory. Acquire it before weights move.")
 
 
 def execute(
@@ -73,8 +173,8 @@ class Transfer:
         rank: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
         *,
-        release: Memory | None = None,
-        acquire: Memory | None = None,
+        release: Memory | TrackedMemory | None = None,
+        acquire: Memory | TrackedMemory | None = None,
     ) -> None:
         self.plan, self.group, self.rank = plan, group, rank
         self.sent_bytes = self.received_bytes = self.peak_bytes = self.kept_bytes = 0
@@ -171,21 +271,16 @@ class Transfer:
             self._copies[step.index].run()
             return
         one = self._rounds[step.index]
-        with self._explained(one):
-            one.post() if step.kind == "post" else one.finish(timeout)
-        if step.kind == "finish":
-            self.sent_bytes += one.nbytes(sent=True)
-            self.received_bytes += one.nbytes(sent=False)
-
-    @contextmanager
-    def _explained(self, one: Round) -> Iterator[None]:
         try:
-            yield
+            one.post() if step.kind == "post" else one.finish(timeout)
         except (RuntimeError, OSError) as error:
             raise WaitTimeoutError(
                 f"ranks {one.late_peers()} did not take part in moving weights with rank {self.rank}: {error}. All "
                 "ranks of the group have to run the transfer together; look for an earlier error on the others."
             ) from error
+        if step.kind == "finish":
+            self.sent_bytes += one.nbytes(sent=True)
+            self.received_bytes += one.nbytes(sent=False)
 
     def _bind(self) -> None:
         if not self._arenas:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.config import DType
-from hybridflow.engine3d.layout import Box, Region
+from hybridflow.engine3d.layout import Region
 from hybridflow.engines.checkpoint.manifest import (
     FREEZE,
     MANIFEST,
@@ -142,10 +142,7 @@ def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTens
         write_files(directory, beside)
 
     def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
-        regions = [
-            Region(Box.whole(named[new], tuple(buffer.shape)), new, (0,) * buffer.dim())
-            for new, buffer in buffers.items()
-        ]
+        regions = [Region.whole(named[new], tuple(buffer.shape), new) for new, buffer in buffers.items()]
         tensors.read_into(kind, regions, buffers)
 
     with torch.no_grad():

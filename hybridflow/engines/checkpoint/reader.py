@@ -219,9 +219,7 @@ class Checkpoint:
 
         Errors: CheckpointError for any other tensor that is absent, or that has another shape than in the layout.
         """
-        wanted: dict[str, list[Region]] = {}
-        for region in layout.regions(rank):
-            wanted.setdefault(region.box.tensor, []).append(region)
+        wanted = layout.by_tensor(rank)
         found = {name: self.find(name) for name in wanted}
         for name, entry in found.items():
             asked = tuple(layout.tensors[name])

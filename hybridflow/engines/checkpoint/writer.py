@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridflow.config import DType
-from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.layout import Layout, Region
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.handshake import wire_device
 from hybridflow.engine3d.transfer.transfer import execute
@@ -39,6 +39,7 @@ from hybridflow.models.hf_spec import hf_config
 logger = logging.getLogger(__name__)
 Turn = Sequence[tuple[str, Sequence[str]]]
 """Files that are written at the same time, one by each rank, with their tensors."""
+Fill = Callable[[Turn, Mapping[str, Tensor]], None]
 MAX_FILE_BYTES = 4 << 30
 MIN_FILE_BYTES = 256 << 20  # smaller files are not worth another writer
 _WEIGHTS = (
@@ -80,7 +81,8 @@ def save_checkpoint(
     def start(directory: Path) -> None:
         write_beside(directory, like if isinstance(like, Mapping) else read_beside(like), files, nbytes, dtypes)
 
-    save_tensors(directory, layout, storage, files, start, group=group, rank=rank, dtypes=dtypes)
+    fill = planned(layout, storage, group, rank)
+    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
 
 
 def read_beside(directory: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -123,26 +125,16 @@ def write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
             file.write_bytes(content)
 
 
-def save_tensors(
-    directory: str | os.PathLike[str],
-    layout: Layout,
-    storage: Mapping[str, Tensor],
-    files: Mapping[str, Sequence[str]],
-    start: Callable[[Path], None],
-    *,
-    group: dist.ProcessGroup | None = None,
-    rank: int = 0,
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
-
-    Otherwise as `save_files`.
-    """
+def planned(layout: Layout, storage: Mapping[str, Tensor], group: dist.ProcessGroup | None, rank: int) -> Fill:
+    """For `save_files`: the tensors of `layout`, as they lie in `storage` of each rank."""
 
     def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
-        execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
+        shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
+        # the whole tensors of each file on the rank that writes it in this round
+        files = Layout(shapes, len(turn), lambda writer: [Region.whole(name, shapes[name]) for name in turn[writer][1]])
+        execute(plan(layout, files), storage, buffers, group, rank)
 
-    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
+    return fill
 
 
 def save_files(
@@ -150,7 +142,7 @@ def save_files(
     tensors: Mapping[str, tuple[int, ...]],
     files: Mapping[str, Sequence[str]],
     start: Callable[[Path], None],
-    fill: Callable[[Turn, Mapping[str, Tensor]], None],
+    fill: Fill,
     *,
     dtypes: Mapping[str, torch.dtype],
     group: dist.ProcessGroup | None = None,
@@ -239,16 +231,6 @@ def saved_dtypes(
     return {name: torch.float32 if wide.search(name) else getattr(torch, dtype) for name in files}
 
 
-def _of_files(turn: Turn, layout: Layout) -> Layout:
-    """The whole tensors of each file on the rank that writes it in this round."""
-    shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
-
-    def regions(writer: int) -> list[Region]:
-        return [Region(Box.whole(name, shapes[name]), name, (0,) * len(shapes[name])) for name in turn[writer][1]]
-
-    return Layout(shapes, len(turn), regions)
-
-
 def _check_finite(tensors: Mapping[str, Tensor], rank: int) -> None:
     """Errors: CheckpointError naming the tensors with numbers that are not finite, and how many."""
     found, overflow = [], True
@@ -277,10 +259,16 @@ def write_beside(
     nbytes: Mapping[str, int],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Write the files of `like`, with the config of these tensors, and the index of several files."""
+    """Write the files of `like`, with the config of these tensors (their dtype, and a one-label classifier where they
+    have such a head), and the index of several files."""
     widths = {dtype: sum(nbytes[name] for name in dtypes if dtypes[name] == dtype) for dtype in set(dtypes.values())}
     widest = max(widths, key=lambda dtype: widths[dtype])
-    config = _adapted(json.loads(like["config.json"]), widest, "score.weight" in dtypes)
+    config = json.loads(like["config.json"])
+    config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or ("dtype",), str(widest).removeprefix("torch."))
+    if "score.weight" in dtypes:
+        names = config.get("architectures") or []
+        config["architectures"] = [re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", n) for n in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     contents = {**like, "config.json": _json(config)}
     if len(files) > 1:
         where = {name: file for file, names in files.items() for name in names}
@@ -290,16 +278,6 @@ def write_beside(
 
 def _json(value: dict) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _adapted(config: dict, dtype: torch.dtype, classifies: bool) -> dict:
-    """The config of the weights that are saved: their dtype, and a one-label classifier where they have such a head."""
-    config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or ("dtype",), str(dtype).removeprefix("torch."))
-    if classifies:
-        names = config.get("architectures") or []
-        config["architectures"] = [re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", n) for n in names]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return config
 
 
 class _Save:

@@ -24,8 +24,7 @@ from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.engines.units import step_groups, whole_units
 from hybridflow.errors import ConfigError
-from hybridflow.models.hf_spec import Decoder
-from hybridflow.models.patterns import frozen_tensors
+from hybridflow.models.hf_spec import Decoder, frozen_tensors
 
 _GIB = 1 << 30
 
@@ -88,13 +87,9 @@ def _shards(
     shards = Sharded(context, cut, spec, dtype, trains=trains)
     if cut.lora is None:
         return shards, None
-    (weights, trained), local = layouts, {**shards.storage, **shards.adapters}
-    storage = {name: local[name] for name in trained.tensors}
-    layers, peers = (
-        adapted_layers(shards.model.decoder),
-        context.grid.d // cut.replicate,
-    )  # ranks of a copy of the model
-    return shards, Adapters(context, spec, cut.lora, trained, storage, weights, shards.storage, layers, peers)
+    (weights, trained), peers = layouts, context.grid.d // cut.replicate  # ranks of a copy of the model
+    layers = adapted_layers(shards.model.decoder)
+    return shards, Adapters(context, spec, cut.lora, trained, weights, shards, layers, peers)
 
 
 # Host memory

@@ -22,9 +22,8 @@ from hybridflow.engines.lora.targets import trained_tensors
 from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.families import is_packable
-from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, TransformersSpec, check_shared_heads
+from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, TransformersSpec, check_shared_heads, frozen_tensors
 from hybridflow.models.images import LANGUAGE_MODEL, VISION_FAMILIES, VISION_TOWER
-from hybridflow.models.patterns import frozen_tensors
 from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid, divisors
 
@@ -253,7 +252,7 @@ def cut_layout(
         held = (_box(name, shape, cuts.get(name, ()), rank) for name, shape in parameters.items())
         boxes = [box for whole in held if whole.numel for box in _boxes_of(whole, tensors, parts.get(whole.tensor))]
         boxes.sort(key=lambda box: order[box.tensor])
-        return [Region(box, box.tensor, (0,) * len(box.start)) for box in boxes]
+        return [Region.first(box, box.tensor) for box in boxes]
 
     return Layout(tensors, ranks, regions, lambda rank: tuple(axis.index[rank] for axis in axes))
 

@@ -1,6 +1,8 @@
 """Sharded: this rank's part of a TransformersModel under tensor parallelism and FSDP2, with its gradients.
 
 Losses are shares of a global sum, so gradients are added up over data parallel ranks and never averaged.
+
+Shapes: T rows of this rank, k experts of each, R rows that its experts compute, L experts of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -24,15 +26,14 @@ from hybridflow.batch.pinned import settle, to_device
 from hybridflow.config import FSDP
 from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import HostImages, Residency
-from hybridflow.engines.flat_shards import canonical_name
+from hybridflow.engines.expert_parallel import ExpertParallel, grouped
+from hybridflow.engines.flat_shards import canonical_name, square_sum
 from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
-from hybridflow.engines.fsdp.shared_experts import share_experts
-from hybridflow.engines.layer_waits import local_tensor
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.train_states import local_tensor
 from hybridflow.engines.transformers_model import TransformersModel
-from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder
-from hybridflow.models.patterns import frozen_tensors
+from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, expert_modules, frozen_tensors
 from hybridflow.models.spec import Part
 
 AXES = ("replicate", "shard", "tp")
@@ -179,12 +180,7 @@ class Sharded:
 
     def square_sum(self) -> Tensor:
         grads = [grad for name, grad in self.main_gradients().items() if name in self._counted]
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if grads:
-            total += to_device([torch.stack(torch._foreach_norm(grads)).double().square_().sum()], self._device)[0]
-        if self._everyone.size() > 1:
-            dist.all_reduce(total, group=self._everyone)
-        return total
+        return square_sum(grads, self._everyone, self._device)
 
     def updated(self, names: Collection[str]) -> None:
         """Nothing to copy: `main` is the parameters."""
@@ -341,3 +337,39 @@ def _of_shards(mesh: DeviceMesh) -> DeviceMesh:
     assert mesh.mesh_dim_names is not None
     replicate, shard, _ = mesh.mesh_dim_names
     return mesh[replicate, shard] if mesh.size(0) > 1 else mesh[shard]
+
+
+def share_experts(model: nn.Module, ep: dist.ProcessGroup, alone: dist.ProcessGroup) -> list[Any]:
+    """The modules of experts in `model`, whose parameters (on the meta device) are then those of this rank of `ep`;
+    `alone` is a group of this rank only."""
+    found = list(expert_modules(model).values())
+    for module in found:
+        parallel = ExpertParallel(module.num_experts, ep, alone, ep)
+        for name, whole in list(module.named_parameters()):
+            own = whole.detach()[: parallel.local].clone()
+            setattr(module, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+        module.forward = partial(_forward, module, parallel)
+    return found
+
+
+def _forward(
+    module: Any, parallel: ExpertParallel, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """[T, H] of `hidden_states` [T, H], in transformers' signature."""
+    return parallel(hidden_states, top_k_weights, top_k_index, partial(_compute, module)).to(hidden_states.dtype)
+
+
+def _compute(module: Any, rows_RH: Tensor, counts_L: Tensor) -> Tensor:
+    """What transformers' `grouped_mm_experts_forward` computes of rows that are sorted."""
+    if not len(rows_RH):
+        return rows_RH
+    ends_L = counts_L.cumsum(0).to(torch.int32)
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        out = grouped(rows, weight if module.is_transposed else weight.mT, ends_L)
+        return out + getattr(module, f"{name}_bias").repeat_interleave(counts_L, 0) if module.has_bias else out
+
+    if module.has_gate:
+        return product(module._apply_gate(product(rows_RH, "gate_up_proj")), "down_proj")
+    return product(module.act_fn(product(rows_RH, "up_proj")), "down_proj")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hybridflow.config import DType, LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
-from hybridflow.engines.checkpoint.writer import save_tensors, writing
+from hybridflow.engines.checkpoint.writer import planned, save_files, write_files
 from hybridflow.engines.lora.targets import ALL, module_names, modules, parts, suffixes
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import CheckpointError, ConfigError
@@ -60,8 +60,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other va
 class Adapters:
     """The adapters of one rank, and of a value model its head: `storage` by the names of `layout`, float32.
 
-    Adapters are never offloaded. `weights` are the rank's parts of the frozen model, by the names of `weights_layout`,
-    into which they can be merged: a rank that holds rows of a weight holds those of B. `peers` consecutive ranks have
+    Adapters are never offloaded. They can be merged into the rank's parts of the frozen model, which `shards` have by
+    the names of `weights_layout`: a rank that holds rows of a weight holds those of B. `peers` consecutive ranks have
     the rest of A. `layers` compute with the adapters.
     """
 
@@ -71,16 +71,19 @@ class Adapters:
         spec: Decoder,
         lora: LoRA,
         layout: Layout,
-        storage: Mapping[str, Tensor],
         weights_layout: Layout,
-        weights: Mapping[str, Tensor],
+        shards: Any,
         layers: Sequence[Any],
         peers: int = 1,
     ) -> None:
-        self.spec, self.lora, self.layout, self.storage = spec, lora, layout, storage
-        self._context, self._weights, self._layers = context, weights, layers
+        self.spec, self.lora, self.layout = spec, lora, layout
+        self._context, self._weights, self._layers = context, shards.storage, layers
+        local = {**shards.storage, **shards.adapters}
+        held = dict.fromkeys(region.storage for region in layout.regions(context.rank))
+        empty = (name for name in layout.tensors if name in local)  # of FSDP, which has the names of the layout
+        self.storage: Mapping[str, Tensor] = {name: local[name] for name in (*held, *empty)}
         self._modules = modules(spec, lora)
-        self._adapters, self._merged = _by_tensor(layout, context.rank), _by_tensor(weights_layout, context.rank)
+        self._adapters, self._merged = layout.by_tensor(context.rank), weights_layout.by_tensor(context.rank)
         first = context.rank // peers * peers
         self._group = context.groups.of(range(first, first + peers))
         self._kept: dict[Region, Tensor] | None = None  # frozen weights, while others are in their place
@@ -95,7 +98,11 @@ class Adapters:
             return
         for region in self.layout.regions(self._context.rank):
             if region.box.tensor.endswith(".lora_A.weight"):
-                _draw(region, self.layout.tensors[region.box.tensor], self.storage)
+                shape = self.layout.tensors[region.box.tensor]
+                generator = torch.Generator().manual_seed(zlib.crc32(region.box.tensor.encode()))
+                bound = 1 / math.sqrt(shape[1])
+                whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+                region.view(self.storage[region.storage]).copy_(whole[region.box.index])
             elif region.box.tensor.endswith(".lora_B.weight"):
                 self.storage[region.storage].zero_()
 
@@ -138,7 +145,7 @@ class Adapters:
         """A tensor of which each of the peers holds a part; without peers, what this rank holds, and zeros."""
         whole = torch.zeros(self.layout.tensors[tensor], dtype=torch.float32, device=self._context.device)
         for region in self._adapters.get(tensor, ()):
-            whole[_index(region.box)] = region.view(self.storage[region.storage])
+            whole[region.box.index] = region.view(self.storage[region.storage])
         if self._group.size() > 1:
             dist.all_reduce(whole, group=self._group)  # a sum with zeros
         return whole
@@ -168,10 +175,6 @@ class Adapters:
         The directory is replaced as a whole when all is written. Errors: CheckpointError, on all ranks.
         """
 
-        def start(directory: Path) -> None:
-            with writing(directory / CONFIG):
-                (directory / CONFIG).write_bytes(self.config(base))
-
         names = saved_names(self.layout.tensors, self.spec.images is not None)
 
         def regions(rank: int) -> list[Region]:
@@ -179,10 +182,15 @@ class Adapters:
 
         tensors = {names[name]: shape for name, shape in self.layout.tensors.items()}
         renamed = Layout(tensors, self.layout.ranks, regions, self.layout.part)
-        who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
+        group, rank = self._context.groups.everyone(), self._context.rank
         kind: torch.dtype = getattr(torch, dtype or "float32")
         dtypes, files = dict.fromkeys(tensors, kind), {WEIGHTS: list(tensors)}
-        save_tensors(directory, renamed, self.storage, files, start, dtypes=dtypes, **who)
+        fill = planned(renamed, self.storage, group, rank)
+
+        def start(directory: Path) -> None:
+            write_files(directory, {CONFIG: self.config(base)})
+
+        save_files(directory, tensors, files, start, fill, dtypes=dtypes, group=group, rank=rank)
 
     def config(self, base: str | os.PathLike[str]) -> bytes:
         """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""
@@ -203,24 +211,6 @@ class Adapters:
         with tempfile.TemporaryDirectory() as directory:
             config.save_pretrained(directory)
             return (Path(directory) / CONFIG).read_bytes()
-
-
-def _by_tensor(layout: Layout, rank: int) -> dict[str, list[Region]]:
-    found: dict[str, list[Region]] = {}
-    for region in layout.regions(rank):
-        found.setdefault(region.box.tensor, []).append(region)
-    return found
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))
-
-
-def _draw(region: Region, shape: tuple[int, ...], storage: Mapping[str, Tensor]) -> None:
-    generator = torch.Generator().manual_seed(zlib.crc32(region.box.tensor.encode()))
-    bound = 1 / math.sqrt(shape[1])
-    whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    region.view(storage[region.storage]).copy_(whole[_index(region.box)])
 
 
 # Saved adapters

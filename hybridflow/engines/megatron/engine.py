@@ -11,11 +11,9 @@ import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,18 +21,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridflow import config
-from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
 from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.lora.adapters import Adapters
-from hybridflow.engines.megatron.adapter_layout import adapter_units
 from hybridflow.engines.megatron.experts import Router
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
     EMBEDDING,
     OUTPUT,
+    adapter_units,
     check,
     stages,
     state_layout,
@@ -51,7 +48,7 @@ from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.router_replay import Replays
-from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
+from hybridflow.engines.sharded_model import Failed, Read, ShardedModel, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
 from hybridflow.errors import WaitTimeoutError
@@ -105,27 +102,13 @@ def build_model(
         ],
         no_decay=frozenset(n for unit in of_stage for n, shape in unit.parameters.items() if len(shape) == 1),
         fp16=dtype == torch.float16,
-        replays=partial(_replays, model, sum(arch.sparse[: of_stages[at.p].start]), groups.tp),
-        adapters=lora and _adapters(context, spec, lora, trained, weights, shards, layers),
+        replays=lambda: Replays(
+            [module.replay for module in model.modules() if isinstance(module, Router)],
+            sum(arch.sparse[: of_stages[at.p].start]),
+            groups.tp,
+        ),
+        adapters=lora and Adapters(context, spec, lora, trained, weights, shards, layers),
     )
-
-
-def _replays(model: GPTModel, first: int, group: dist.ProcessGroup) -> Replays:
-    return Replays([module.replay for module in model.modules() if isinstance(module, Router)], first, group)
-
-
-def _adapters(
-    context: RankContext,
-    spec: Decoder,
-    lora: config.LoRA,
-    trained: Layout,
-    weights: Layout,
-    shards: MegatronShards,
-    layers: Sequence[Any],
-) -> Adapters:
-    local = {**shards.storage, **shards.adapters}
-    storage = {region.storage: local[region.storage] for region in trained.regions(context.rank)}
-    return Adapters(context, spec, lora, trained, storage, weights, shards.storage, layers)
 
 
 def process_group_collection(context: RankContext) -> ProcessGroupCollection:
@@ -256,13 +239,7 @@ class PipelineLoop:
         self._messages, self._context, self._passes = StageMessages(context), context, 0
 
     @torch.no_grad()
-    def infer(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        read: Callable[[MicroBatch, Tensor], Any],
-        failed: Callable[[Exception], None],
-        hidden: bool = False,
-    ) -> list[Any]:
+    def infer(self, micro_batches: Sequence[MicroBatch], read: Read, failed: Failed, hidden: bool = False) -> list[Any]:
         self.model.eval()
         found, given = list[Any](), len(micro_batches)
         micro_batches = self._padded(micro_batches)
@@ -275,12 +252,7 @@ class PipelineLoop:
                 mine.run_all(one_f_one_b(self.stages, work).stages[self.at])
         return found[:given]
 
-    def train(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Callable[[MicroBatch, Tensor], Tensor],
-        failed: Callable[[Exception], None],
-    ) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Read, failed: Failed) -> None:
         self.model.train()
         if self.replays is not None:
             self.replays.clear()
@@ -298,9 +270,7 @@ class PipelineLoop:
         missing = self._replicas.most(len(micro_batches)) - len(micro_batches)
         return [*micro_batches, *[self._tokens.empty()] * missing]
 
-    def _pass(
-        self, micro_batches: Sequence[MicroBatch], read: Callable, failed: Callable[[Exception], None], trains: bool
-    ) -> StagePass:
+    def _pass(self, micro_batches: Sequence[MicroBatch], read: Read, failed: Failed, trains: bool) -> StagePass:
         self._passes += 1
 
         def continues(error: Exception) -> None:

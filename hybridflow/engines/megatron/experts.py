@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from hybridflow.engines.expert_parallel import ExpertParallel, grouped
@@ -30,7 +31,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Router(config, experts)
-        self.experts = ExpertShare(config, experts, groups, shared.activation_func(config))  # type: ignore[misc]
+        self.experts = ExpertShare(config, experts, groups, build_module(shared.activation_func, config=config))  # type: ignore[misc]
         self.shared: Any = None
         self.shared_gate: Any = None
         if experts.shared_columns:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hybridflow.batch.pinned import to_device
 from hybridflow.engines.attention import causal_attention, packed_attention
+from hybridflow.engines.both_ways import both_ways
 from hybridflow.engines.micro_batches import Sequences
 from hybridflow.models.architecture import Activation, Architecture, Attention, Rotation
 
@@ -97,26 +98,14 @@ class HeadsNorm(nn.Module):
         wide = x.flatten(-2).float()
         total = wide.square().sum(-1, keepdim=True)
         if self.group.size() > 1:
-            total = _AllSum.apply(total, self.group)
+            total = both_ways(total, self._sum, self._sum)  # each rank uses it, so the gradient is a sum, too
         unit = wide * (total / self.size + self.eps).rsqrt()
         return (unit.to(x.dtype) * self.weight).view(x.shape)
 
-
-class _AllSum(torch.autograd.Function):
-    """The sum over the ranks of a group, each of which uses it: so is the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def _sum(self, x: Tensor) -> Tensor:
         x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=self.group)
         return x
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[override]
-        d = d.contiguous().clone()
-        dist.all_reduce(d, group=ctx.group)
-        return d, None
 
 
 class LayerOutput(RowParallelLinear):
@@ -148,30 +137,18 @@ class Replicated(nn.Module):
         return F.linear(x, self.weight)
 
 
-def gated(activation: Activation) -> type[nn.Module]:
-    """The module that turns fused [S, B, 2F] into activation(gate) * up [S, B, F]."""
-    return SwiGLU if activation == "silu" else GeGLU
+class Gated(nn.Module):
+    """activation(gate) * up of the fused [S, B, 2F] -> [S, B, F]; gelu in its approximation by tanh."""
 
-
-class GeGLU(nn.Module):
-    """gelu(gate) * up, gelu in its approximation by tanh."""
-
-    def __init__(self, config) -> None:
+    def __init__(self, config, activation: Activation) -> None:
         super().__init__()
+        self.activation = activation
 
     def forward(self, fused: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return _SwiGLU.apply(fused)  # type: ignore[return-value]
         gate, up = fused.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
-
-
-class SwiGLU(nn.Module):
-    """silu(gate) * up of the fused [S, B, 2F] -> [S, B, F]."""
-
-    def __init__(self, config) -> None:
-        super().__init__()
-
-    def forward(self, fused: Tensor) -> Tensor:
-        return _SwiGLU.apply(fused)  # type: ignore[return-value]
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -29,6 +29,7 @@ from hybridflow.config import Megatron
 from hybridflow.engines.megatron.experts import MixtureOfExperts
 from hybridflow.engines.megatron.layers import (
     CoreAttention,
+    Gated,
     HeadsNorm,
     LatentAttention,
     LayerOutput,
@@ -37,7 +38,6 @@ from hybridflow.engines.megatron.layers import (
     SelectedPositions,
     SharedHeadAttention,
     ValueHead,
-    gated,
     use_onednn,
 )
 from hybridflow.engines.megatron.layout import padded_vocab
@@ -67,7 +67,7 @@ def transformer_config(
         add_qkv_bias=arch.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,  # the layer spec's activation (SwiGLU) takes the fused gate and up
+        use_te_activation_func=True,  # the layer spec's activation (Gated) takes the fused gate and up
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.t,
@@ -111,9 +111,11 @@ def build_gpt(
     first, last = at.p == 0, at.p == config.pipeline_model_parallel_size - 1
     if config.sequence_parallel:
         _prepare_sequence_parallel()
+    rotary = {each.rotation: Rotary(each.rotation) for each in arch.attention if each.rotation is not None}
+    specs = [_layer(arch, config, layer, rotary, groups) for layer in layers]
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block(arch, config, layers, groups),  # type: ignore[arg-type]
+        transformer_layer_spec=TransformerBlockSubmodules(specs, RMSNorm),  # type: ignore[arg-type]
         vocab_size=padded_vocab(arch.vocab, config.tensor_model_parallel_size),
         max_sequence_length=arch.context,
         pre_process=first,
@@ -164,14 +166,6 @@ def _logits(arch: Architecture, module: nn.Module, args: tuple, out: tuple[Tenso
     return (rows if arch.logit_softcap is None else (rows / arch.logit_softcap).tanh() * arch.logit_softcap), bias
 
 
-def _block(
-    arch: Architecture, config: TransformerConfig, layers: range, groups: ProcessGroupCollection
-) -> TransformerBlockSubmodules:
-    rotary = {each.rotation: Rotary(each.rotation) for each in arch.attention if each.rotation is not None}
-    specs = [_layer(arch, config, layer, rotary, groups) for layer in layers]
-    return TransformerBlockSubmodules(specs, RMSNorm)  # type: ignore[arg-type]
-
-
 def _layer(
     arch: Architecture,
     config: TransformerConfig,
@@ -182,7 +176,7 @@ def _layer(
     norms = arch.norms
     mlp = MLPSubmodules(
         linear_fc1=ColumnParallelLinear,
-        activation_func=gated(arch.activation),  # type: ignore[arg-type]
+        activation_func=ModuleSpec(Gated, {"activation": arch.activation}),  # type: ignore[arg-type]
         linear_fc2=_output(arch, norms.after_mlp),  # type: ignore[arg-type]
     )
     if arch.sparse[layer]:

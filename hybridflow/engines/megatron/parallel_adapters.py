@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Layout, Region
-from hybridflow.engines.megatron.adapter_layout import CHILD, shape_of
 from hybridflow.engines.megatron.layers import LayerOutput, Replicated
+from hybridflow.engines.megatron.layout import CHILD, shape_of
 from hybridflow.errors import ModelError
 
 

@@ -21,9 +21,8 @@ from hybridflow.engine3d.offloadable import HostImages, Memory, Residency
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
-from hybridflow.engines.vllm.eager import lighten
+from hybridflow.engines.vllm.eager import lighten, rotate_heads
 from hybridflow.engines.vllm.image_features import longest_image, settings, torchvision_names
-from hybridflow.engines.vllm.latent_attention import rotate_heads
 from hybridflow.engines.vllm.requirements import (
     BUILT_IN,
     architecture,
@@ -40,7 +39,6 @@ from hybridflow.models.hf_spec import Decoder, latent_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -178,6 +176,7 @@ def collect(device: torch.device) -> None:
 def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.device) -> VllmConfig:
     from vllm.config import KernelConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     model_class = architecture(spec)
     cpu, length, eager = device.type == "cpu", max_length(spec, strategy), runs_eagerly(strategy, device.type)
@@ -202,7 +201,8 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         enable_sleep_mode=not eager,  # see PooledMemory
         enable_prefix_caching=True,  # several responses per prompt share its cache
         disable_log_stats=True,
-        attention_backend=_attention(spec, device),
+        # vLLM may choose, except for latent attention on CPU: on some CPUs it would pack `kv_b_proj` away
+        attention_backend=AttentionBackendEnum.CPU_MLA if cpu and latent_size(spec) else None,
         kernel_config=KernelConfig(enable_jit_warmup=False),  # of kernels most of which vLLM's own sampler calls
         seed=0,
         **settings(spec, strategy.tp, cpu),
@@ -214,13 +214,6 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
 
         scheduling.scheduler_cls = DecodeScheduler
     return config
-
-
-def _attention(spec: Decoder, device: torch.device) -> AttentionBackendEnum | None:
-    """The backend; None where vLLM may choose. For latent attention on some CPUs it would pack `kv_b_proj` away."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    return AttentionBackendEnum.CPU_MLA if device.type == "cpu" and latent_size(spec) else None
 
 
 def _load_model_class(name: str) -> Any:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.vllm.isolation import replaced
-from hybridflow.engines.vllm.latent_attention import keep_views
 from hybridflow.errors import ModelError
 
 if TYPE_CHECKING:
@@ -285,6 +284,8 @@ class LayoutProbe:
 
     @torch.no_grad()
     def _around(self, model: nn.Module, dtype: torch.dtype, device: torch.device, process: Callable[[], None]) -> None:
+        from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
         def load(tensors: Iterator[tuple[str, Tensor]]) -> None:
             _load(model, tensors, self.family)
 
@@ -302,7 +303,8 @@ class LayoutProbe:
             with self._noting():
                 check_regions(self.tensors, flattened(model, flat_storages(self.regions)), self.regions)
                 _check_derived(model, weights, before)
-        _unset(model)
+        for parameter in model.parameters():  # small random numbers again, as vLLM's own loader without weights leaves
+            initialize_single_dummy_weight(parameter.data)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -358,6 +360,27 @@ def _other_tensors(model: nn.Module, own: Collection[str]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor.dim() > 1}
 
 
+def keep_views(model: nn.Module, own: Mapping[str, Tensor]) -> frozenset[str]:
+    """Make parameters that are views of the parameters `own` plain tensors, which follow what is written in place.
+
+    Such are W_UV and W_UK_T, parts of kv_b_proj as the kernels take them. Returns the names in `own` that have views:
+    their memory cannot be replaced by another.
+    """
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in own.items()}
+    viewed = set[str]()
+    for at, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            full = f"{at}.{name}" if at else name
+            if parameter is None or full in own:
+                continue
+            if (owner := owners.get(parameter.untyped_storage()._cdata)) is not None:
+                delattr(module, name)
+                plain: Any = parameter.data
+                setattr(module, name, plain)
+                viewed.add(owner)
+    return frozenset(viewed)
+
+
 def _check_derived(model: nn.Module, own: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
     """Errors: UnreadableError for a tensor that vLLM has computed from the weights, which would not follow them as
     their views do."""
@@ -365,11 +388,3 @@ def _check_derived(model: nn.Module, own: Mapping[str, Tensor], before: Mapping[
     for name, tensor in _other_tensors(model, own).items():
         if before.get(name) is not tensor and tensor.untyped_storage()._cdata not in storages:
             raise UnreadableError(name, "vLLM computes it from other weights when it loads them")
-
-
-def _unset(model: nn.Module) -> None:
-    """Small random numbers again, as vLLM's own loader without weights leaves them."""
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
-    for parameter in model.parameters():
-        initialize_single_dummy_weight(parameter.data)

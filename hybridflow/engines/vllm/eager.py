@@ -3,7 +3,7 @@
 Where vLLM compiles a model and captures graphs, the Python between two operations is paid once. Run eagerly, as on CPU,
 it is paid in every layer of every step, and a small model's operations take less time than that.
 
-Shapes: N tokens, H hidden, I intermediate.
+Shapes: N tokens, H hidden, I intermediate; T tokens, N heads, D dimensions of a head of latent attention.
 """
 
 from __future__ import annotations
@@ -62,3 +62,15 @@ def _rms_norm(module: Any, own: Callable[..., Any]) -> Callable[..., Any]:
         return torch.rms_norm(total_NH, shape, weight_H, epsilon), total_NH
 
     return normalized
+
+
+def rotate_heads(model: nn.Module) -> None:
+    """Rotate by torch's operations on CPU: vLLM's kernel takes queries [T, N * D], and latent attention gives it
+    [T, N, D], which it rotates wrongly without an error."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    if any(isinstance(module, MLAAttention) for module in model.modules()):
+        for module in model.modules():
+            if isinstance(module, RotaryEmbeddingBase):
+                module._forward_method = module.forward_native

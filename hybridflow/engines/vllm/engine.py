@@ -1,4 +1,4 @@
-"""VLLMEngine: one rank of a vLLM replica inside a training process (GenerateEngine; paper, section 5).
+"""VLLMEngine: one rank of a vLLM replica inside a training process (paper, section 5).
 
 Weights are never loaded by vLLM: it starts with random ones, and the owner of the real ones writes them through
 `layout()` into `storage()`. We drive vLLM's engine core step by step and read token ids and log-probabilities from it
@@ -46,8 +46,11 @@ logger = logging.getLogger(__name__)
 class VLLMEngine:
     """One rank of a generation replica.
 
-    `checkpoint` is a Hugging Face directory; only its `config.json`, stop tokens and tokenizer are read. Collective
-    over the ranks of the replica, like every method except `layout` and `storage`.
+    A session: `submit` rows, `advance` them, `take` the finished ones; `generate` is the three in a row. All ranks of
+    the replica make the same calls with the same rows and get the same results: every method is collective over them,
+    except `layout` and `storage`, and so is building. Tokens record `policy_version`.
+
+    `checkpoint` is a Hugging Face directory; only its `config.json`, stop tokens and tokenizer are read.
 
     Where graphs are captured (CUDA, unless `VLLM(eager=True)`), memory of the weights and of the KV cache comes and
     goes as a whole, through vLLM's own allocator; otherwise tensor by tensor.
@@ -183,7 +186,9 @@ class VLLMEngine:
     ) -> list[Row]:
         """`sampling.n` rows without tokens per prompt; `row_ids` default to positions, `seeds` and `images` as in
         `generate`."""
-        seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
+        if seeds is None:  # equal on all ranks of the replica, which sample independently
+            base = derived_seed(self._groups.seed, self._calls) if sampling.seed is None else sampling.seed
+            seeds = [derived_seed(base, row) for row in range(len(prompts))]
         row_ids = range(len(prompts)) if row_ids is None else row_ids
         for what, given in (("seeds", seeds), ("row_ids", row_ids)):
             if len(given) != len(prompts):
@@ -231,7 +236,9 @@ class VLLMEngine:
         return None if self._routing is None else self._routing.nothing
 
     def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
-        """See `GenerateEngine`; other rows advance, too. Errors: the source's, on all ranks, and nothing is kept."""
+        """Decode the rows that `source` gives until it has no more (None on all but the replica's first rank), or, with
+        `kept`, until it pauses: unfinished rows of it stay, and `kept` names them. Returns what it has under way. Other
+        rows advance, too. Errors: the source's, on all ranks, and nothing is kept."""
         self._check_memory()
         own, paused = set[str]() if kept is None else kept, False
         try:
@@ -257,6 +264,7 @@ class VLLMEngine:
                 self.abandon(own)
 
     def abandon(self, names: set[str]) -> None:
+        """Forget rows that `serve` has kept, finished or not, and what is kept of those that have ended."""
         self._loop.withdraw(names)
         _ = self._loop.take(names)
         self._loop.drop()
@@ -349,11 +357,6 @@ class VLLMEngine:
                     f"prompt {name} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "
                     f"0..{self.spec.vocab - 1}. Was it made with another tokenizer?"
                 )
-
-    def _seeds(self, rows: int, sampling: Sampling) -> list[int]:
-        """One per row; equal on all ranks of the replica, which sample independently."""
-        base = derived_seed(self._groups.seed, self._calls) if sampling.seed is None else sampling.seed
-        return [derived_seed(base, row) for row in range(rows)]
 
     def weights_changed(self, version: int | None = None) -> None:
         """Continue with the weights that have been written: `version`, by default the next number.

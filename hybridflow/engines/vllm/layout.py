@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 
-from hybridflow.engine3d.layout import Box, Layout, Region, partition
+from hybridflow.engine3d.layout import Box, Layout, LayoutParts, Region
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import GenerationGrid
@@ -106,22 +106,18 @@ class _Shard:
         return out + self.columns(at + "mlp.down_proj.weight", self.t_i * mlp, mlp)
 
     def whole(self, tensor: str) -> list[Region]:
-        shape = self.shapes[tensor]
-        return [Region(Box.whole(tensor, shape), tensor, (0,) * len(shape))]
+        return [Region.whole(tensor, self.shapes[tensor])]
 
     def rows(self, parts: dict[str, tuple[int, int]], storage: str) -> list[Region]:
         """`parts`: tensor -> (first row, rows), stored one after the other."""
         out, offset = [], 0
         for tensor, (first, count) in parts.items():
-            rest = self.shapes[tensor][1:]
-            zeros = (0,) * len(rest)
-            out.append(Region(Box(tensor, (first, *zeros), (first + count, *rest)), storage, (offset, *zeros)))
+            out.append(Region.rows(tensor, self.shapes[tensor], storage, first, first + count, offset))
             offset += count
         return out
 
     def columns(self, tensor: str, first: int, count: int) -> list[Region]:
-        rows = self.shapes[tensor][0]
-        return [Region(Box(tensor, (0, first), (rows, first + count)), tensor, (0, 0))]
+        return [Region.first(Box(tensor, (0, first), (self.shapes[tensor][0], first + count)), tensor)]
 
     def vocabulary(self, tensor: str) -> list[Region]:
         share = padded_vocab(self.spec.vocab) // self.t
@@ -143,19 +139,17 @@ def probed_layout(
     for rank, (_, failure) in enumerate(found):
         if failure is not None:
             raise ModelError(failure if len(found) == 1 else f"{failure} (rank {rank} of the replica)")
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for regions, _ in found:
-        for region in regions:
-            boxes[region.box.tensor].append(region.box)
+    # no closures, because the layout is sent to the driver
+    regions = partial(_probed, grid, [regions for regions, _ in found])
+    layout = Layout(tensors, grid.size, regions, partial(_place, grid))
+    parts = LayoutParts.of(layout, grid.size)
     for name, shape in tensors.items():
-        if missing := prod(shape) - sum(box.numel for box, _ in partition((box, None) for box in boxes[name])):
+        if missing := prod(shape) - sum(box.numel for box, _ in parts.atoms.get(name, ())):
             raise ModelError(
                 f"vLLM keeps {missing} elements of {name} {tuple(shape)} of this {family} model in no parameter: it "
                 "would not follow the training. Generate with another model."
             )
-    # no closures, because the layout is sent to the driver
-    regions = partial(_probed, grid, [regions for regions, _ in found])
-    return Layout(tensors, grid.size, regions, partial(_place, grid))
+    return layout
 
 
 def _place(grid: GenerationGrid, rank: int) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hybridflow.config import VLLM, DType
 from hybridflow.engines.vllm.isolation import is_invariant
-from hybridflow.engines.vllm.latent_attention import CPU_RANK, CPU_SIZE
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab, stage_layers
 from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
 from hybridflow.models.families import unread_rope_keys, vllm_only_keys
@@ -14,6 +13,8 @@ from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config, late
 from hybridflow.models.spec import ModelSpec, read_config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_RANK, CPU_SIZE = 512, 576
+"""`kv_lora_rank`, and with it `qk_rope_head_dim`, that vLLM's latent attention on CPU is made for."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

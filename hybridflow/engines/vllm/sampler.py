@@ -25,7 +25,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 
-from hybridflow.engines.vllm.logit_edits import LogitEdits
+from hybridflow.engines.vllm.requests import LogitEdits
 from hybridflow.engines.vllm.seeds import draw_seeds
 
 

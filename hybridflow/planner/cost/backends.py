@@ -23,9 +23,8 @@ from hybridflow.config import FSDP, LoRA, Megatron, TrainStrategy, ZeRO
 from hybridflow.errors import ConfigError, ModelError, PlacementError, nearest
 from hybridflow.models.architecture import architecture
 from hybridflow.models.families import is_packable
-from hybridflow.models.hf_spec import Decoder, check_shared_heads
+from hybridflow.models.hf_spec import Decoder, check_shared_heads, frozen_tensors
 from hybridflow.models.images import VISION_TOWER
-from hybridflow.models.patterns import frozen_tensors
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import OneLayout, Pin

@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.engine3d.copy_stream import CopyStream
 from hybridflow.engine3d.offloadable import HostImages, Residency
-from hybridflow.engines.layer_waits import wait_by_layer
+from hybridflow.engines.train_states import wait_by_layer
 
 CPU = torch.device("cpu")
 

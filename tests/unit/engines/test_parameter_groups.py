@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
-from hybridflow.engines.parameter_groups import GroupSettings, check_groups, settings_of
+from hybridflow.engines.shard_optimizer import GroupSettings, check_groups, settings_of
 from hybridflow.engines.train_backends import backend
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
