@@ -73,6 +73,7 @@ def _add_commands(commands: Any) -> None:
     add = command(_profile, "profile takes one model", meaning, more)
     add("model", help="a directory with a config.json, such a file, or a name of the hub")
     add("--devices", type=int, help="of one node (default: all accelerators, or one for each processor core)")
+    add("--between-nodes", action="store_true", help="measure messages between two nodes of RAY_ADDRESS, too")
     add("--save", metavar="FILE", default="profile.yaml", help="where the profile goes (default: profile.yaml)")
     add("--length", type=int, default=128, metavar="TOKENS", help="of a row, prompt and response (default: 128)")
     add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
@@ -265,7 +266,7 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     running = Session.existing()
     session = running or Session.open()
     try:
-        how = {name: getattr(given, name) for name in ("length", "tokens", "rows", "repeats")}
+        how = {name: getattr(given, name) for name in ("length", "tokens", "rows", "repeats", "between_nodes")}
         here = max(session.backend.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
         found = profile(given.model, here if given.devices is None else given.devices, **how)
     finally:

@@ -77,7 +77,8 @@ class ProfileWorker(Worker):
 class Amounts:
     """Sizes to measure: rows of `length` tokens, micro-batches of `least` to `tokens` tokens, decode steps of up to
     `rows` rows, models of `few` and `many` layers. A time is the median of `repeats` runs, for decoding of `steps`
-    steps each. Errors: ConfigError for sizes that are not positive, and unless `few` and `many` differ.
+    steps each. `between_nodes` measures the network, too, with as many devices of two nodes. Errors: ConfigError for
+    sizes that are not positive, and unless `few` and `many` differ.
     """
 
     devices: Size
@@ -89,6 +90,7 @@ class Amounts:
     many: Size = 4
     steps: Size = 8
     repeats: Size = 5
+    between_nodes: bool = False
 
     def __post_init__(self) -> None:
         require(self.few < self.many, f"Amounts(few={self.few}, many={self.many}): give two numbers of layers.")
@@ -104,15 +106,16 @@ def profile(model: str | os.PathLike[str], devices: int, **how: Any) -> LayerPro
 
     `model` is a directory with a `config.json`, such a file, or a hub name; no weights are read.
     Errors: ConfigError for wrong amounts, CheckpointError and ModelError for a path without a model or an unsupported
-    one, PlacementError for more devices than there are.
+    one, PlacementError for more devices or nodes than there are.
     """
     amounts, config = Amounts(devices=devices, **how), configuration(model)
     spec = ModelSpec.from_hf_config(config)
-    pool = ResourcePool([devices])
-    try:
-        return _Profiling(pool, config, spec, amounts).profile()
-    finally:
-        pool.close()
+    network = {}
+    if amounts.between_nodes:  # first: it says at once where there is one node only
+        with ResourcePool([devices] * 2) as pool:
+            network = _Profiling(pool, config, spec, amounts).network()
+    with ResourcePool([devices]) as pool:
+        return replace(_Profiling(pool, config, spec, amounts).profile(), **network)
 
 
 class _Profiling:
@@ -138,6 +141,13 @@ class _Profiling:
             self._decode(t, "cuda" if cuda else "cpu")
         slowdown = tuple((float(n), factor) for n, factor in sorted(self.slow.items()))
         return LayerProfile(known_device(name), tuple(self.curves), slowdown, latency, bandwidth, call, host)
+
+    def network(self) -> dict[str, float]:
+        """Of a pool of two nodes: latency [s] of a message between them, bandwidth [bytes/s] of all devices of one."""
+        devices = self.amounts.devices
+        with self._group(1, 2 * devices) as group:
+            small, big = (max(column) for column in zip(*group.measure("pairs", ()), strict=True))
+        return {"network_latency": small / 2, "network": devices * BIG / max(big - small, _LEAST)}
 
     @contextmanager
     def _group(self, t: int, d: int) -> Iterator[WorkerGroup]:

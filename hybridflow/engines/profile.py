@@ -145,7 +145,22 @@ class EngineProbe:
 
     def link(self) -> tuple[float, float]:
         """Seconds of an all-reduce of one number over all ranks, and of one of `BIG` bytes."""
-        group = self.context.groups.everyone()
+        return self._messages(self.context.groups)
+
+    def pairs(self) -> tuple[float, float]:
+        """`link` of each rank of the first half with that of the second half, all pairs at once."""
+        everyone, half = self.context.groups, self.context.grid.size // 2
+        number, own = divmod(self.context.rank, half)
+        ranks = [everyone.ranks[own], everyone.ranks[own + half]]
+        at = (everyone.store, f"{everyone.name}/pair-{own}", ranks, number)
+        groups = ProcessGroups(*at, everyone.device, everyone.timeout)
+        try:
+            return self._messages(groups)
+        finally:
+            groups.close()
+
+    def _messages(self, groups: ProcessGroups) -> tuple[float, float]:
+        group = groups.everyone()
         small, big = (torch.zeros(size, device=self.context.device) for size in (1, BIG // 4))
         return tuple(self._median(lambda x=x: dist.all_reduce(x, group=group)) for x in (small, big))  # type: ignore[return-value]
 

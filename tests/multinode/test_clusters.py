@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.planner.cost.hardware import LayerProfile
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from tests.multinode.machines import Machines, missing
+from tests.tiny_models import SIZES
 
 pytestmark = pytest.mark.skipif(bool(why := missing()), reason=why or "it can")
 COLLECTIVE = """
@@ -46,6 +49,21 @@ def answer(machines: Machines) -> str:
 def test_machines_compute_together_whose_names_are_loopback_addresses(pair):
     """As on Debian: 127.0.1.1 is the machine's name."""
     assert ANSWER in (said := answer(pair)), said[-4000:]
+
+
+@pytest.mark.slow
+def test_a_profile_has_the_bandwidth_between_machines(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama", "num_hidden_layers": 2}))
+    sizes = ["--devices", "2", "--length", "32", "--tokens", "128", "--rows", "4", "--repeats", "3"]
+    with Machines(tmp_path, 2) as machines:
+        machines.slow(2, "100mbit")
+        command = ["hybridflow", "profile", str(tmp_path), *sizes, "--between-nodes", "--save", str(tmp_path / "found")]
+        said = machines.run(1, ["python", "-m", *command], timeout=400).stdout
+    found = LayerProfile.load(tmp_path / "found")
+    assert found.network == pytest.approx(100e6 / 8, rel=0.15), said[-4000:]
+    assert found.bandwidth is not None
+    assert found.bandwidth > 4 * found.network
+    assert found.measured(ClusterSpec.of("here:2")).bandwidth == found.network
 
 
 @pytest.mark.slow

@@ -244,9 +244,9 @@ class LayerProfile:
     collectives. Seconds hold for devices alone on their node.
 
     `slowdown` is that of a node (see `NodeSpec`), `latency` [s] and `bandwidth` [bytes/s] those of messages inside it,
-    `call_seconds` those of a call beside what its engine does, `host` [bytes/s] that of host memory (None: not
-    measured). Errors: ConfigError for a file that
-    is missing or holds something else."""
+    `call_seconds` those of a call beside what its engine does, `host` [bytes/s] that of host memory,
+    `network_latency` and `network` [bytes/s of a whole node] those between nodes (None: not measured). Errors:
+    ConfigError for a file that is missing or holds something else."""
 
     device: str
     curves: tuple[Curve, ...] = ()
@@ -255,6 +255,8 @@ class LayerProfile:
     bandwidth: float | None = None
     call_seconds: float | None = None
     host: float | None = None
+    network_latency: float | None = None
+    network: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "curves", tuple(self.curves))
@@ -262,7 +264,7 @@ class LayerProfile:
         object.__setattr__(self, "_index", {(c.model, c.kind, c.t, c.d): c for c in self.curves})
 
     def measured(self, cluster: ClusterSpec) -> ClusterSpec:
-        """`cluster` with the measured node values. Errors: ConfigError for other devices."""
+        """`cluster` with the measured values. Errors: ConfigError for other devices."""
         found = sorted({node.device.name for node in cluster.nodes})
         require(
             found == [self.device],
@@ -274,12 +276,14 @@ class LayerProfile:
         nodes = (replace(node, **changes) for node in cluster.nodes)
         if (host := self.host) is not None:
             nodes = (replace(node, device=replace(node.device, host=host)) for node in nodes)
-        return replace(cluster, nodes=tuple(nodes))
+        between = {"latency": self.network_latency, "bandwidth": self.network}
+        return replace(cluster, nodes=tuple(nodes), **{name: one for name, one in between.items() if one is not None})
 
     def coefficients(self, given: Coefficients) -> Coefficients:
         """`given` with measured values: messages reach the measured bandwidth, not a share of the data sheet's."""
         reached = None if self.bandwidth is None else 1.0
         known = {"call_seconds": self.call_seconds, "link": reached, "reduce": reached}
+        known["network"] = None if self.network is None else 1.0
         return replace(given, **{name: value for name, value in known.items() if value is not None})
 
     def parted(self, model: Decoder, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:
@@ -306,6 +310,8 @@ class LayerProfile:
             lines.append(f"devices that work at once take longer: {busy}")
         if self.latency is not None and self.bandwidth is not None:
             lines.append(f"messages: {self.latency * 1e6:.3g} us, {self.bandwidth / 1e9:.3g} GB/s")
+        if self.network_latency is not None and self.network is not None:
+            lines.append(f"between nodes: {self.network_latency * 1e6:.3g} us, {self.network / 1e9:.3g} GB/s of a node")
         if self.call_seconds is not None:
             lines.append(f"a call: {self.call_seconds * 1e3:.3g} ms beside its engine")
         if self.host is not None:

@@ -172,6 +172,11 @@ def test_a_profile_describes_its_cluster(tmp_path):
     node = found.measured(ClusterSpec.this_machine(4)).nodes[0]
     assert (node.slowdown, node.latency, node.bandwidth, node.device.host) == (HALVES, 1e-3, 5e8, 3e9)
     assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0, reduce=1.0)
+    between = measured(network=3e9, network_latency=1e-4)
+    cluster = between.measured(CORES)
+    assert (cluster.bandwidth, cluster.latency) == (3e9, 1e-4)
+    assert between.coefficients(DEFAULT).network == 1.0 > found.coefficients(DEFAULT).network == DEFAULT.network
+    assert (found.measured(CORES).bandwidth, found.measured(CORES).latency) == (CORES.bandwidth, CORES.latency)
     unmeasured = measured(slowdown=(), latency=None, bandwidth=None, call_seconds=None, host=None)
     assert unmeasured.measured(CORES) == CORES
     assert unmeasured.coefficients(DEFAULT) == DEFAULT
