@@ -68,18 +68,6 @@ def _add_commands(commands: Any) -> None:
     add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
     add("settings", nargs=argparse.REMAINDER, help="arguments of the driver")
 
-    meaning = "measure what a model's layers take on the devices at hand, for `plan --profile`"
-    more = "Builds a few layers of a model on 1, 2, 4, ... devices and times them. No weights are read."
-    add = command(_profile, "profile takes one model", meaning, more)
-    add("model", help="a directory with a config.json, such a file, or a name of the hub")
-    add("--devices", type=int, help="of one node (default: all accelerators, or one for each processor core)")
-    add("--between-nodes", action="store_true", help="measure messages between two nodes of RAY_ADDRESS, too")
-    add("--save", metavar="FILE", default="profile.yaml", help="where the profile goes (default: profile.yaml)")
-    add("--length", type=int, default=128, metavar="TOKENS", help="of a row, prompt and response (default: 128)")
-    add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
-    add("--rows", type=int, default=128, help="of the largest decode step (default: 128)")
-    add("--repeats", type=int, default=5, help="of which each value is the median (default: 5)")
-
     meaning = "turn a run's checkpoint into a Hugging Face directory, without a cluster"
     more = "Writes the model of one group as `save` of the group did at that step. Nothing is started."
     add = command(_export, "export takes a checkpoint and a directory", meaning, more)
@@ -116,9 +104,24 @@ def _add_commands(commands: Any) -> None:
     add("--step", type=int, required=True, help="the iteration; its metrics go to RUN/replay-STEP")
     add("--driver", metavar="FILE", help="a program in place of the run's, such as one with a new loss")
 
+    _add_profile(commands)
     _add_plan(commands)
     _add_estimate(commands)
     _add_new(commands)
+
+
+def _add_profile(commands: Any) -> None:
+    meaning = "measure what a model's layers take on the devices at hand, for `plan --profile`"
+    more = "Builds a few layers of a model on 1, 2, 4, ... devices and times them. No weights are read."
+    add = _command(commands, _profile, "profile takes one model", meaning, more)
+    add("model", help="a directory with a config.json, such a file, or a name of the hub")
+    add("--devices", type=int, help="of one node (default: all accelerators, or one for each processor core)")
+    add("--between-nodes", action="store_true", help="measure messages between two nodes of RAY_ADDRESS, too")
+    add("--save", metavar="FILE", default="profile.yaml", help="where the profile goes (default: profile.yaml)")
+    add("--length", type=int, default=128, metavar="TOKENS", help="of a row, prompt and response (default: 128)")
+    add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
+    add("--rows", type=int, default=128, help="of the largest decode step (default: 128)")
+    add("--repeats", type=int, default=5, help="of which each value is the median (default: 5)")
 
 
 def _add_driver(add: Any) -> None:

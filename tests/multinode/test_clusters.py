@@ -60,6 +60,7 @@ def test_a_profile_has_the_bandwidth_between_machines(tmp_path):
         command = ["hybridflow", "profile", str(tmp_path), *sizes, "--between-nodes", "--save", str(tmp_path / "found")]
         said = machines.run(1, ["python", "-m", *command], timeout=400).stdout
     found = LayerProfile.load(tmp_path / "found")
+    assert found.network is not None
     assert found.network == pytest.approx(100e6 / 8, rel=0.15), said[-4000:]
     assert found.bandwidth is not None
     assert found.bandwidth > 4 * found.network
