@@ -448,9 +448,9 @@ class VLLM:
     `sampling` is the default of `generate_sequences`, whose arguments override it call by call. `max_length` bounds
     prompt plus response (None: the model's context): a response ends there, unfinished, even before `max_tokens`.
     `memory_fraction` (CUDA) is the share of device memory for weights and KV cache, `kv_cache_gb` (CPU) the size of the
-    KV cache in GiB. An image has at most `image_tokens` tokens, and a step encodes images of as many, or of 8,192 if
-    these are fewer: of what that takes the KV cache has more where it is small. `return_routed_experts` adds the column
-    of that name, without return_: the experts of each token.
+    KV cache in GiB. `image_tokens` bounds an image. A step encodes images of 8,192 tokens at most, of `image_tokens` if
+    that is less, or one larger image: a small bound leaves more memory to the KV cache. `return_routed_experts` adds
+    the column of that name, without return_: the experts of each token.
 
     Unfinished rows continue when new weights arrive, or when other models have had the devices (an actor that trains
     on its own, a rollout with offload=True). With `kv="recompute"` their KV cache is then computed again. Otherwise it

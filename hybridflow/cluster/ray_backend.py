@@ -39,8 +39,8 @@ from hybridflow.cluster.host_monitor import HostMonitor
 from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import listening_socket
-from hybridflow.cluster.machines import reserve, reserved_machines
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
+from hybridflow.cluster.reservation import reserve, reserved_machines
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.cluster.startup import stage
 from hybridflow.cluster.weight_channels import WeightChannels

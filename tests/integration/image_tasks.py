@@ -40,9 +40,11 @@ def generated(world: World, name: str, models: Sequence[Path], kind: str, tp: in
     return found
 
 
-def profiled(world: World, name: str, model: Path, max_length: int, image_tokens: int) -> tuple[bool, list[int], int]:
+def profiled(
+    world: World, name: str, model: Path, max_length: int, image_tokens: int
+) -> tuple[bool, list[int], set[int]]:
     """Whether vLLM is told to leave images out where it measures memory, the patches that it encodes there, and the
-    most tokens of images in a step."""
+    most tokens of images in a step and kept for later ones."""
     strategy = VLLM(
         kv_cache_gb=0.02, max_sequences=16, max_length=max_length, dtype="float32", image_tokens=image_tokens
     )
@@ -54,7 +56,7 @@ def profiled(world: World, name: str, model: Path, max_length: int, image_tokens
     runner.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     with torch.inference_mode():
         runner.profile_run()
-    return skipped, seen, runner.mm_budget.get_encoder_budget()
+    return skipped, seen, {runner.mm_budget.encoder_compute_budget, runner.mm_budget.encoder_cache_size}
 
 
 def updated(world: World, name: str, models: Sequence[Path], kind: str, kv: KV) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -23,6 +24,16 @@ def distribution(directory: Path, name: str, version: str, *requires: str) -> No
     info.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {text}" for text in requires)]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "blocked"), [("doctor", ("numpy", "torch")), ("cluster_report", ("torch",))], ids=lambda each: str(each)
+)
+def test_it_loads_where_its_findings_are_that_others_do_not(module, blocked):
+    """A broken torch or numpy is what `doctor` is asked about, also on other machines."""
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in blocked), f"import hybridflow.cli.{module}"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_installed_versions_fit():

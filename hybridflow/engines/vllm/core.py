@@ -208,7 +208,8 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         **settings(spec, strategy.tp, cpu),
     ).create_engine_config()
     scheduling = config.scheduler_config
-    scheduling.max_num_encoder_input_tokens = min(scheduling.max_num_batched_tokens, strategy.image_tokens)
+    images = min(scheduling.max_num_batched_tokens, strategy.image_tokens)  # in a step, and kept for later ones
+    scheduling.max_num_encoder_input_tokens = scheduling.encoder_cache_size = images
     if strategy.pp == 1 and not scheduling.async_scheduling:  # where it is, it overlaps with the device
         from hybridflow.engines.vllm.scheduler import DecodeScheduler
 

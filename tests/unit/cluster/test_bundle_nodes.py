@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.cluster.machines import bundle_nodes
+from hybridflow.cluster.reservation import bundle_nodes
 from hybridflow.errors import PlacementError
 
 TABLE = {"bundles_to_node_id": {0: "a", 1: "b"}}

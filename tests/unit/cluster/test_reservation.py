@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import hybridflow.cluster.machines as reservation
+import hybridflow.cluster.reservation as reservation
 from hybridflow.errors import PlacementError
 
 
