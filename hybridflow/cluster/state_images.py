@@ -8,6 +8,7 @@ No copies travel where the ranks of the other machines hold everything that thos
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -17,7 +18,7 @@ import ray
 import ray.exceptions
 
 from hybridflow.cluster.backend import HostProcess, RankGroup, SessionBackend
-from hybridflow.cluster.liveness import lives
+from hybridflow.cluster.liveness import ANSWER_SECONDS
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import Move, plan
 from hybridflow.errors import CheckpointError, LayoutError
@@ -157,13 +158,15 @@ class GroupImages:
 def redundant(ranks: RankGroup, layout: Layout) -> bool:
     """Whether the ranks of any one machine may be lost, and the others hold everything."""
     machines = [host.machine for host in ranks.hosts]
+    if len(set(machines)) < 2:
+        return False
     try:
         for gone in set(machines):
             left = [rank for rank, machine in enumerate(machines) if machine != gone]
             plan(_only(layout, left), layout, rank=0, exact=True)
     except LayoutError:
         return False
-    return len(set(machines)) > 1
+    return True
 
 
 def _only(layout: Layout, holders: Sequence[int]) -> Layout:
@@ -201,7 +204,13 @@ def _lives(hosts: Sequence[HostProcess]) -> bool | None:
     """Whether one of these processes of a machine lives; None where the machine does not answer."""
     found = None
     for host in dict.fromkeys(hosts):
-        if (now := lives(host.address)) is not False:
-            return now or found
-        found = False
+        try:
+            where, port, _ = ray.get(host.address, timeout=ANSWER_SECONDS)
+            socket.create_connection((where, port), timeout=ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            found = False
+        except (ray.exceptions.RayError, OSError):
+            return found
+        else:
+            return True
     return found

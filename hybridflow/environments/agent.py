@@ -41,7 +41,9 @@ _CONVERSATIONS = 4
 
 
 _Tools = Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", lambda t: isinstance(t, list | tuple))]
-_Seconds = Annotated[float, Check("a number of seconds above 0", lambda s: type(s) in (int, float) and s > 0)]
+_Seconds = Annotated[
+    float, Check("a number of seconds above 0", lambda s: isinstance(s, int | float) and s is not True and s > 0)
+]
 
 
 @settings

@@ -41,7 +41,7 @@ _MADE_FROM: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = 
     **{
         kind: (
             lambda value: [value.isoformat(), value.fold],
-            lambda text, fold, kind=kind: kind.fromisoformat(text).replace(fold=fold),
+            lambda text, fold, *, kind=kind: kind.fromisoformat(text).replace(fold=fold),
         )
         for kind in (datetime.datetime, datetime.time)
     },
@@ -360,9 +360,9 @@ def _iterator(items: list[Any], more: bool) -> Iterator[Any]:
 
 
 _MAKE: dict[Any, Callable[..., Any]] = {
-    **{base.__name__: lambda items, base=base: base([decode(item) for item in items]) for base in _LISTED},
+    **{base.__name__: lambda items, *, base=base: base([decode(item) for item in items]) for base in _LISTED},
     **{base.__name__: partial(_mapped, base) for base in _MAPPED},
-    **{base.__name__: lambda text, base=base: base(base64.b64decode(text)) for base in _BYTES},
+    **{base.__name__: lambda text, *, base=base: base(base64.b64decode(text)) for base in _BYTES},
     **{kind.__name__: lambda *parts, make=make: make(*map(decode, parts)) for kind, (_, make) in _MADE_FROM.items()},
     "int": lambda text: int(text, 16),
     "one": decode,
