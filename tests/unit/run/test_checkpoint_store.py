@@ -169,13 +169,16 @@ def test_a_run_that_took_the_address_over_is_continued(address, tmp_path, opened
     """What this machine has is of an obsolete run."""
     for step in (2, 4, 6):
         make_checkpoint(tmp_path / "old", step)
-    opened(address, tmp_path / "old").wait(SECONDS)
+    first = opened(address, tmp_path / "old")
+    first.wait(SECONDS)
+    first.stop(SECONDS)  # one process sends to an address at a time
     one = opened(address, tmp_path / "new", continues=False)
     one.continue_from(None)
     for step in (4, 6):
         rewrite(make_checkpoint(tmp_path / "new", step), lambda body: body.update(id="new"))
     one.start()
     one.wait(SECONDS)
+    one.stop(SECONDS)
     make_checkpoint(tmp_path / "old", 8)  # was never sent
     one = opened(address, tmp_path / "old", continues=False)
     assert next(one.steps()) == tmp_path / "old/step-00000006"
