@@ -175,9 +175,8 @@ def _settings_of(method: str, stage: str, settings: Mapping[str, Any], use: Devi
     absent = set[str]()
     if not use.planned:
         absent.add("memory_fraction")
-    if (
-        getattr(settings.get("generate"), "memory_fraction", None) is None
-    ):  # this file loads without numpy, for `doctor`
+    generates = hasattr(settings.get("generate"), "memory_fraction")  # without VLLM's module, which needs numpy
+    if not generates:
         absent |= {"tp_g", "max_tokens"}
     if settings.get("train") is None:
         absent |= {"share", *_SMALLER_STEPS}

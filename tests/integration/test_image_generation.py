@@ -44,7 +44,9 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(tmp_path, kind, 
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(("kind", "most", "step"), list(zip(KINDS, (16384, 200), (STEP_TOKENS, 200), strict=True)))
+@pytest.mark.parametrize(
+    ("kind", "most", "step"), [(KINDS[0], 16384, STEP_TOKENS), (KINDS[1], 200, 200), (KINDS[0], 1, 1)]
+)
 def test_the_profile_of_memory_encodes_the_images_of_a_step(tmp_path, kind, most, step):
     """As many of the largest as vLLM encodes at once, or one with fewer `image_tokens`; on a CPU, whose cache has the
     size that is asked for, it is not made."""

@@ -5,6 +5,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridflow.batch.batch import Batch
@@ -78,6 +79,14 @@ def test_tools_that_cannot_be_described_are_refused(checkpoint, settings, messag
 def test_turns_are_a_whole_number(turns):
     with pytest.raises(ConfigError, match="max_turns="):
         Agent(tools=[add], max_turns=turns)
+
+
+@pytest.mark.parametrize("seconds", [1, 0.5, np.float64(30.0), float("inf")])
+def test_seconds_are_any_number_above_zero(seconds):
+    assert Agent(tools=[add], timeout=seconds).timeout == seconds
+    for refused in (0, -seconds, True, "30", None):
+        with pytest.raises(ConfigError, match="timeout="):
+            Agent(tools=[add], timeout=refused)
 
 
 class Scripted:

@@ -359,3 +359,10 @@ def test_an_ended_program_is_told():
     assert program.ended
     for end in (there[1], back[0]):
         os.close(end)
+
+
+@pytest.mark.parametrize("value", [["datetime", "03:04", 0, ["type", "time"]], ["list", [1], ["type", "int"]]])
+def test_a_value_with_more_parts_than_its_kind_has_is_none(value):
+    """Its parts are a program's own words, which must not reach settings of the decoder."""
+    with pytest.raises(ValueError, match="not a value"):
+        decode(value)
