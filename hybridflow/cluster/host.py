@@ -307,8 +307,8 @@ class Host:
             except Exception:  # a worker that is half built
                 logger.debug("the memory of %s is unknown", each.role, exc_info=True)
                 continue
-            held.update({(each.role, kind): size for kind, size in found.items()})
-            held.update({(each.role, IMAGE): images, (each.role, "buffers"): each.buffers})
+            for kind, size in (*found.items(), (IMAGE, images), ("buffers", each.buffers)):
+                held[each.role, kind] += size
         return held
 
     def _memory_error(self, member: Member, method: str, error: Exception) -> DeviceMemoryError:
