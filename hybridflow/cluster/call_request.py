@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from hybridflow.errors import ConfigError
 
 _OUTPUT, _MANIFEST, _GATHER, _CONCAT, _SPLIT = range(5)
 _PART, _UNPERMUTE = "part", "unpermute"
+_LENGTH = struct.Struct("=Q")
 
 
 class CallRequest(NamedTuple):
@@ -49,8 +51,9 @@ class CallRequest(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the host's method, which gives them to `call_of`."""
-        return (self.head, self.own, *self.refs, *([[*self.kept]] if self.kept else ()))
+        """Of the host's method, which gives them to `call_of`; each further one takes Ray 5 us."""
+        said = _LENGTH.pack(len(self.own)) + self.own + self.head
+        return (said, *self.refs, *([[*self.kept]] if self.kept else ()))
 
 
 def requests_of(
@@ -93,11 +96,12 @@ def _request(
     return CallRequest(head, pickle.dumps(own, 5) if plain else _dumps(own, mine, where, others), table.refs, mine)
 
 
-def call_of(head: bytes, own: bytes, *given: Any) -> RankCall:
+def call_of(said: bytes, *given: Any) -> RankCall:
     """The call, on its host, from the `arguments` of its request."""
     kept = given[-1] if given and type(given[-1]) is list else ()
-    common, alike, entries = _loads(head, kept)
-    due, span, names, rows, others, more = _loads(own, kept)
+    view, end = memoryview(said), _LENGTH.size + _LENGTH.unpack_from(said)[0]
+    due, span, names, rows, others, more = _loads(view[_LENGTH.size : end], kept)
+    common, alike, entries = _loads(view[end:], kept)
     seq, group, method, writes, agree, step, phase, compares = common
     nodes = list[Any]()
     for entry in (*entries, *more):
@@ -245,7 +249,7 @@ def _dumps(value: Any, kept: list[Any], where: str, settings: Mapping[str, Any])
     return out.getvalue()
 
 
-def _loads(value: bytes, kept: Sequence[Any]) -> Any:
+def _loads(value: memoryview, kept: Sequence[Any]) -> Any:
     return _Unpickler(io.BytesIO(value), kept).load() if kept else pickle.loads(value)
 
 
