@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.cli.doctor import Finding, devices, memory, shared_memory, versions
-from hybridflow.cluster.node_probes import NodeProbes, Unanswered
+from hybridflow.cluster.connection import NodeProbes, Unanswered
 from hybridflow.errors import ConfigError
 
 _CONNECT_SECONDS, _AT_ONCE = 5.0, 32

@@ -25,23 +25,13 @@ _DRIVERS = {"13": 580, "12": 525}  # the oldest branch for each CUDA, by major v
 _GIB = 1 << 30
 IMAGE = "image"
 """The owner of what is kept in host memory of state that leaves the device."""
-_SMALLER_STEPS = ("micro_tokens", "recompute")
 _ADVICE: dict[str, tuple[str, ...]] = {
     "__init__": ("share", "offload", "memory_fraction"),
     "transition": ("memory_fraction", "offload", "tp_g", "share"),
     "generation": ("memory_fraction", "max_tokens", "offload", "tp_g"),
-    "update": (*_SMALLER_STEPS, "offload", "share", "memory_fraction"),
+    "update": ("micro_tokens", "recompute", "offload", "share", "memory_fraction"),
     "compute": ("micro_tokens", "offload", "share", "memory_fraction"),
     "other": ("offload", "share", "memory_fraction"),
-}
-_WORDS = {
-    "micro_tokens": "fewer tokens computed at a time, train=...(micro_tokens=...)",
-    "recompute": "train=...(recompute=True), which computes activations twice instead of keeping them",
-    "offload": "offload= of the groups on this device, whose state then waits on the host",
-    "share": "a smaller part of the model per device, by larger tp or pp, FSDP() or ZeRO(stage=3)",
-    "memory_fraction": "a lower hf.VLLM(memory_fraction=...)",
-    "max_tokens": "shorter or fewer sequences at a time, Sampling(max_tokens=...) or VLLM(max_sequences=...)",
-    "tp_g": "a larger hf.VLLM(tp=...)",
 }
 
 
@@ -160,44 +150,41 @@ def explain(
     )
     if advises:
         return f"{phase}: {said} {account}"
-    named = [
-        _WORDS[name] + (f" (now {now})" if (now := _now(name, settings)) is not None else "")
-        for name in _settings_of(method, stage, settings, use)
-    ]
+    start = method if method == "__init__" else method.partition("_")[0]
+    stage = stage if stage in _ADVICE else {"generate": "generation"}.get(start, start)
+    changes = _changes(settings, bool(use.planned))
+    named = [changes[name] for name in _ADVICE.get(stage, _ADVICE["other"]) if name in changes]
     said = " ".join(said.split())[:200].rstrip(". ")
     return f"{phase} ran out of device memory: {said}. {account} Change one of: {'; '.join(named)}."
 
 
-def _settings_of(method: str, stage: str, settings: Mapping[str, Any], use: DeviceUse) -> list[str]:
-    """Names in `_WORDS` that help in this phase and that the groups on the device have."""
-    start = method.partition("_")[0] if method != "__init__" else method
-    phase = stage if stage in _ADVICE else {"generate": "generation"}.get(start, start)
-    absent = set[str]()
-    if not use.planned:
-        absent.add("memory_fraction")
-    generates = hasattr(settings.get("generate"), "memory_fraction")  # without VLLM's module, which needs numpy
-    if not generates:
-        absent |= {"tp_g", "max_tokens"}
-    if settings.get("train") is None:
-        absent |= {"share", *_SMALLER_STEPS}
-    elif getattr(settings["train"], "recompute", False):
-        absent.add("recompute")
-    return [name for name in _ADVICE.get(phase, _ADVICE["other"]) if name not in absent]
-
-
-def _now(name: str, settings: Mapping[str, Any]) -> Any:
+def _changes(settings: Mapping[str, Any], planned: bool) -> dict[str, str]:
+    """The settings of a group that can free memory, and their values now; `planned`: some group generates there."""
     train, generate = settings.get("train"), settings.get("generate")
-    sizes = ", ".join(f"{name}={getattr(train, name)}" for name in ("tp", "pp", "stage") if hasattr(train, name))
-    values = {
-        "micro_tokens": getattr(train, "micro_tokens", None),
-        "recompute": getattr(train, "recompute", False),
-        "offload": settings.get("offload", False),
-        "share": f"{type(train).__name__}({sizes})",
-        "memory_fraction": getattr(generate, "memory_fraction", None),
-        "max_tokens": getattr(getattr(generate, "sampling", None), "max_tokens", None),
-        "tp_g": getattr(generate, "tp", None),
+    found: dict[str, tuple[str, Any]] = {
+        "offload": (
+            "offload= of the groups on this device, whose state then waits on the host",
+            settings.get("offload", False),
+        )
     }
-    return values[name]
+    if train is not None:
+        sizes = ", ".join(f"{name}={getattr(train, name)}" for name in ("tp", "pp", "stage") if hasattr(train, name))
+        smaller, share = (
+            "fewer tokens computed at a time, train=...(micro_tokens=...)",
+            f"{type(train).__name__}({sizes})",
+        )
+        found["micro_tokens"] = smaller, getattr(train, "micro_tokens", None)
+        found["share"] = "a smaller part of the model per device, by larger tp or pp, FSDP() or ZeRO(stage=3)", share
+        if not getattr(train, "recompute", False):
+            twice = "train=...(recompute=True), which computes activations twice instead of keeping them"
+            found["recompute"] = twice, False
+    if hasattr(generate, "memory_fraction"):  # without VLLM's module, which needs numpy
+        shorter = "shorter or fewer sequences at a time, Sampling(max_tokens=...) or VLLM(max_sequences=...)"
+        found["max_tokens"] = shorter, getattr(getattr(generate, "sampling", None), "max_tokens", None)
+        found["tp_g"] = "a larger hf.VLLM(tp=...)", getattr(generate, "tp", None)
+    if planned:
+        found["memory_fraction"] = "a lower hf.VLLM(memory_fraction=...)", getattr(generate, "memory_fraction", None)
+    return {name: words + (f" (now {now})" if now is not None else "") for name, (words, now) in found.items()}
 
 
 def _gib(size: float) -> str:

@@ -173,29 +173,18 @@ class CallOrder:
     def __init__(self) -> None:
         self._step, self._index = 0, 0
 
-    def begin(self, step: int, again: bool = False) -> None:
-        """The loop asks for the batch of this iteration; `again`: after an error, or first."""
-        if again or step != self._step:
-            self._step, self._index = step, 0
+    def batches(self, loader: Iterable[Any], done: Callable[[], int]) -> Iterator[Any]:
+        """The batches of the loop, of which `done()` iterations are done; after an error it begins one of them anew."""
+        self._step, self._index = done() + 1, 0
+        for batch in loader:
+            yield batch
+            if (step := done() + 1) != self._step:
+                self._step, self._index = step, 0
 
     def next(self) -> tuple[int, int]:
         """Step (0: before the loop) and number of the call that is made now."""
         self._index += 1
         return self._step, self._index - 1
-
-
-def numbered(recorded: Recorder | Replay | None, loader: Iterable[Any], done: Callable[[], int]) -> Iterator[Any]:
-    """The batches of a loop, of which `done()` iterations are done; `recorded` numbers its calls accordingly."""
-    batches, again = iter(loader), True
-    while True:
-        if recorded is not None:
-            recorded.order.begin(done() + 1, again)
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        again = False
-        yield batch
 
 
 class Recorder:

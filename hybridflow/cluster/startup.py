@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class StageListener(Protocol):
     """A display of stages. Its methods must not raise."""
 
+    console: Any
+    """Of rich: displays of the run share it."""
     directory: Path | None
     """Where the run's tracker writes."""
 
@@ -44,6 +46,11 @@ def listening(listener: StageListener) -> Iterator[None]:
 def is_shown() -> bool:
     """Whether something listens."""
     return bool(_listeners)
+
+
+def console() -> Any:
+    """That of the display that listens, if one does."""
+    return _listeners[-1].console if _listeners else None
 
 
 def writes_to(directory: str | os.PathLike[str]) -> None:

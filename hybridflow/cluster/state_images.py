@@ -8,7 +8,6 @@ No copies travel where the ranks of the other machines hold everything that thos
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,7 +17,7 @@ import ray
 import ray.exceptions
 
 from hybridflow.cluster.backend import HostProcess, RankGroup, SessionBackend
-from hybridflow.cluster.liveness import ANSWER_SECONDS
+from hybridflow.cluster.liveness import lives
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import Move, plan
 from hybridflow.errors import CheckpointError, LayoutError
@@ -204,13 +203,7 @@ def _lives(hosts: Sequence[HostProcess]) -> bool | None:
     """Whether one of these processes of a machine lives; None where the machine does not answer."""
     found = None
     for host in dict.fromkeys(hosts):
-        try:
-            where, port, _ = ray.get(host.address, timeout=ANSWER_SECONDS)
-            socket.create_connection((where, port), timeout=ANSWER_SECONDS).close()
-        except ConnectionRefusedError:
-            found = False
-        except (ray.exceptions.RayError, OSError):
-            return found
-        else:
-            return True
+        if (one := lives(host.address)) is not False:
+            return one or found
+        found = False
     return found

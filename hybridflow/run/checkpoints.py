@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster.recorded_calls import BATCHES, BatchRecords, Recorder, numbered
+from hybridflow.cluster.recorded_calls import BATCHES, BatchRecords, Recorder
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
@@ -274,7 +274,8 @@ class Checkpoints:
                         self._rebuild(session)
                     lost = None
                     with session.recovering(self._may_restart), session.backend.termination.deferred():
-                        for batch in numbered(session.recorded, loader, lambda: self._step):
+                        order = None if session.recorded is None else session.recorded.order
+                        for batch in loader if order is None else order.batches(loader, lambda: self._step):
                             yield batch
                             session.raise_deferred()
                             if self.stop():

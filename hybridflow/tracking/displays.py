@@ -1,4 +1,4 @@
-"""Displays: on the console StartDisplay until the first iteration is done, then RunDisplay; LivePlot in a notebook."""
+"""Displays: on one console StartDisplay until the first iteration is done, then RunDisplay; LivePlot in a notebook."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StartDisplay:
     """
 
     def __init__(self, directory: str | os.PathLike[str], console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stdout)
+        self.console = console or Console(file=sys.stdout)
         path = Path(os.path.abspath(directory))
         self.started = False  # whether the first iteration is done
         self.directory: Path | None = None
@@ -108,8 +108,8 @@ class StartDisplay:
         self._spinner = Spinner("dots")
         self._live: Live | None = None
         self._spoke = self._start
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, get_renderable=self._table, refresh_per_second=4)
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, get_renderable=self._table, refresh_per_second=4)
             self._live.start()
         else:
             threading.Thread(target=self._keep_speaking, name="start-display", daemon=True).start()
@@ -171,8 +171,7 @@ class StartDisplay:
         self._spoke = time.monotonic()
         if self._live is None:
             with suppress(OSError, ValueError):  # the output may be closed
-                line = Text(f"{self._spoke - self._start:6.1f} s  {text}")
-                _print_line(self._console, line)
+                _print_line(self.console, Text(f"{self._spoke - self._start:6.1f} s  {text}"))
 
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -189,10 +188,11 @@ class StartDisplay:
 
 
 class RunDisplay:
-    """Shows each iteration, with a progress bar when `total` is known. `console` defaults to standard output."""
+    """Shows each iteration, with a progress bar when `total` is known. `console` defaults to that of the start, and
+    without one to standard output."""
 
     def __init__(self, total: int | None = None, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or startup.console() or Console()
         self._rewards: list[float] = []
         self._live: Live | None = None
         self._progress = Progress(

@@ -130,3 +130,10 @@ def test_a_terminal_shows_a_list_that_ends_before_the_iterations(tmp_path, outpu
     shown = output.getvalue()
     assert "✓" in shown
     assert shown.index("first") < shown.index("second")
+
+
+def test_the_start_and_the_run_share_one_console(tmp_path, output):
+    display = plain(tmp_path / "run", output)
+    with startup.listening(display):
+        assert RunDisplay()._console is display.console
+    assert RunDisplay()._console is not display.console
