@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -60,15 +61,18 @@ class KeptFiles:
         self._contents: dict[str, bytes] = {}
         self._ends: dict[str, int] = {}  # end of the complete lines; a write may have left half a line
         self._why, self._reported = "", set[int | None]()
+        self._lock = threading.RLock()  # checkpoints and samples come from other threads
 
     def append(self, name: str, records: Sequence[bytes]) -> None:
         """Append whole records, such as lines with their end."""
-        self._lines[name] += records
-        self.write()
+        with self._lock:
+            self._lines[name] += records
+            self.write()
 
     def replace(self, name: str, content: bytes) -> None:
-        self._contents[name] = content
-        self.write()
+        with self._lock:
+            self._contents[name] = content
+            self.write()
 
     def rewind(self, step: int, contents: Mapping[str, bytes]) -> None:
         """Continue the files of `names` after `step`.
@@ -76,16 +80,21 @@ class KeptFiles:
         Lines of a later step go to `<stem>.<n>.jsonl`, and other files that differ from `contents` (absent: empty) are
         renamed likewise. Half a last line is cut. Warns of that, and if the first file ends before `step`.
         """
-        n = self._free_number()
-        for name in self._names:
-            for line in self._lines.pop(name, ()):
-                self._lines[name if _step_of(line) <= step else _numbered(name, n)].append(line)
-        self._contents.clear()
-        self._first = partial(self._cut_after, step, {**contents, **self._also}, n)
-        self.write()
+        with self._lock:
+            n = self._free_number()
+            for name in self._names:
+                for line in self._lines.pop(name, ()):
+                    self._lines[name if _step_of(line) <= step else _numbered(name, n)].append(line)
+            self._contents.clear()
+            self._first = partial(self._cut_after, step, {**contents, **self._also}, n)
+            self.write()
 
     def write(self) -> None:
         """Retry all pending writes."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
         if self._first == self._set_aside and not (self._contents or any(self._lines.values())):
             return  # nothing is written yet: the run may still be continued
         if self._first is not None:

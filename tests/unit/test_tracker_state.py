@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
-from hybridflow.tracking.kept_files import KeptFiles
+from hybridflow.tracking.kept_files import KeptFiles, as_line
 from hybridflow.tracking.tracker import Tracker
 
 
@@ -241,3 +242,12 @@ def test_every_line_is_kept_on_one_side(tmp_path_factory, content, half, step):
     assert (directory / "metrics.jsonl").read_bytes() == b"".join(line + b"\n" for line in kept)
     assert later == [line for line in content if line not in kept]
     assert not list(directory.glob(".*.partial"))
+
+
+def test_threads_write_each_line_once(tmp_path):
+    files = KeptFiles(tmp_path)
+    written = [[as_line({"step": step, "thread": thread}) for step in range(200)] for thread in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda own: [files.append("samples.jsonl", [line]) for line in own], written))
+    found = (tmp_path / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    assert sorted(found) == sorted(line for own in written for line in own)
