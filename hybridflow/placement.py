@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -86,8 +86,7 @@ class CallLayout(_Checked):
 
     `differs`: its group's weights have another layout or other devices and are moved here first, in `move_seconds`.
     `memory`: bytes of all groups on its fullest device while it runs, out of `capacity`; `held`: by owner, in GiB.
-    `limit` names the largest part of its `seconds`, `runner_up` the next best layout, `lost` the reason against that
-    (see `Placement.explained`).
+    `limit` names the largest part of its `seconds`.
     Functions use no device memory: their `capacity` is 0.
     """
 
@@ -101,8 +100,6 @@ class CallLayout(_Checked):
     limit: Text = ""
     memory: NonNegative = 0.0
     capacity: NonNegative = 0.0
-    runner_up: Text = ""
-    lost: Text = ""
     held: Text = ""
 
     @property
@@ -189,9 +186,8 @@ class Placement(_Checked):
     of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap, and
     what models in host memory cost. It is compared with `colocated`, the plain placement, with `heuristic`, which an
     expert would write, and with `symmetric`, the fastest in which all models are cut alike. `staleness` is all that a
-    stream needs of its bound. `alternatives` computes the runner-up of every call and why it lost, `loops` what other
-    loops would take (`loop_table`); both take a while. Errors: PlacementError for an unknown group, with the nearest
-    name.
+    stream needs of its bound. `loops` computes what other loops would take (`loop_table`), which takes a while. Errors:
+    PlacementError for an unknown group, with the nearest name.
     """
 
     nodes: tuple[int, ...]
@@ -206,7 +202,6 @@ class Placement(_Checked):
     heuristic: Colocated | None = None
     symmetric: Colocated | None = None
     staleness: Annotated[int | None, Check("a whole number", lambda value: value is None or _is_size(value))] = None
-    alternatives: Callable[[], Mapping[str, tuple[str, str]]] | None = field(default=None, compare=False)
     loops: Callable[[], Sequence[LoopPrice]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -303,18 +298,10 @@ class Placement(_Checked):
         heading, *rows = self.rows()
         return markup.table(self._compared(), heading, rows)
 
-    def explained(self) -> Placement:
-        """With the runner-up of each call and why it lost."""
-        others = {} if self.alternatives is None else self.alternatives()
-        calls = dict(self.calls)
-        calls |= {name: replace(calls[name], runner_up=other, lost=why) for name, (other, why) in others.items()}
-        return replace(self, calls=calls, alternatives=None)
-
     def explain(self) -> str:
-        """For every call: devices, time and its limit, memory, and the reason against the runner-up."""
-        parts, calls = ["\n".join(filter(None, [self._title(), self._against_symmetric()]))], self.explained().calls
-        known = self.alternatives is not None or any(call.runner_up for call in calls.values())
-        for name, call in calls.items():
+        """For every call: devices, time and its limit, and memory by owner."""
+        parts = ["\n".join(filter(None, [self._title(), self._against_symmetric()]))]
+        for name, call in self.calls.items():
             lines = [f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}"]
             if call.kind == "function":
                 lines = [f"{name}: on the CPU, in the processes of devices {ranges(call.devices)}"]
@@ -325,9 +312,6 @@ class Placement(_Checked):
                 share = call.memory / call.capacity
                 lines.append(f"  uses {call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB ({share:.0%}) a device")
                 lines += [f"    {call.held}"] if call.held else []
-            if known:
-                other = f"runner-up: {call.runner_up}: {call.lost}" if call.runner_up else "there is no runner-up"
-                lines.append(f"  {other}")
             parts.append("\n".join(lines))
         return "\n\n".join(parts)
 

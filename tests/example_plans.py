@@ -112,7 +112,7 @@ class PlainCosts(Costs):
         p, t, _ = self._sizes(plan)
         model = self.graph.models[self.graph.call(call).group]
         taken = (beside or 0.0) + (2.0 * _parameters(model) / (p * t) if model else 0.0)
-        return max(0.0, self.cluster.device(plan.mesh.devices[0]).memory - taken)
+        return max(0.0, self.cluster.node.device.memory - taken)
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         model = self.graph.models[group]
@@ -134,8 +134,7 @@ def fits(problem: Costs, plan: ExecutionPlan) -> bool:
         more = problem.added(call.name, plan[call.name], plan[problem.homes[call.group]]).active
         for device in plan[call.name].mesh.devices:
             active[device] = max(active[device], more)
-    used = zip(problem.kept(plan), active, problem.capacity, strict=True)
-    return all(static + more <= capacity for static, more, capacity in used)
+    return all(static + more <= problem.capacity for static, more in zip(problem.kept(plan), active, strict=True))
 
 
 def obeys(problem: Costs, plan: ExecutionPlan) -> bool:
@@ -177,6 +176,6 @@ def stage_choices(problem: Costs, members: Sequence[str], mesh: Mesh) -> np.ndar
                     seconds[0] += problem.generation(call, here, static).seconds + costs.reallocation(group, home, here)
                 else:
                     seconds[2 if call.kind == "training" else 1] += costs.cost(call.name, here).seconds
-        if static + active <= min(problem.capacity[device] for device in mesh.devices):
+        if static + active <= problem.capacity:
             found.append(seconds)
     return np.array(found).reshape(-1, 3)

@@ -128,7 +128,7 @@ def _add_driver(add: Any) -> None:
     """Arguments of commands that trace a driver."""
     add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
     add("settings", nargs="*", help="arguments of the driver; ROLE.model=MODEL plans with another model of that group")
-    add("--cluster", required=True, help='what it is planned for: "a100:16x8", "a100:16x8,h100:2x4", "here"')
+    add("--cluster", required=True, help='what it is planned for: "a100:16x8", "a100:16x8@200Gbps", "here"')
     add("--rows", type=int, help="responses per iteration (default: those of the driver)")
     add("--prompt", type=_lengths, metavar="TOKENS", help="of a prompt: a number, or MEAN:MAX")
     add("--response", type=_lengths, metavar="TOKENS", help="of a response: a number, or MEAN:MAX")
@@ -161,12 +161,8 @@ def _add_plan(commands: Any) -> None:
     add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
     add("--budget", type=float, default=10.0, metavar="SECONDS", help="for all searches (default: 10)")
     add("--seed", type=int, default=0)
-    searches = ("auto", "auto_mapping", "exact", "mcmc", "similarity", "heuristic")
-    meaning = (
-        "auto_mapping: a layout for each group; exact, mcmc (random changes): for each call; similarity: all on all; "
-        "heuristic: what an expert would write"
-    )
-    add("--search", choices=searches, default="auto", help=f"one search instead of those that suit the size. {meaning}")
+    meaning = "mcmc: random changes, whatever the size; heuristic: what an expert would write"
+    add("--search", choices=("auto", "mcmc", "heuristic"), default="auto", help=meaning)
     add(
         "--staleness",
         type=int,
@@ -335,10 +331,9 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
     )
     print(placement)
     if not given.quiet:
-        placement = placement.explained()
         print(f"\n{placement.explain()}")
-    if not given.quiet and placement.loops is not None:
-        print(f"\n{loop_table(placement.loops())}")
+        if placement.loops is not None:
+            print(f"\n{loop_table(placement.loops())}")
     if given.save:
         placement.save(given.save)
     if given.chart:

@@ -1,5 +1,4 @@
-"""What else there is: the runner-up of each call, and of what does not fit the missing memory and the smallest cluster
-that fits. Pure."""
+"""What to say of groups that fit nowhere: the missing memory, and the smallest cluster that fits. Pure."""
 
 from __future__ import annotations
 
@@ -10,87 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridflow.errors import PlacementError
-from hybridflow.placement import GIB, ranges
-from hybridflow.planner.cost.costs import Costs, Option
+from hybridflow.placement import GIB
+from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint, OneLayout, Together
-from hybridflow.planner.describe.graph import Call
-from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
+from hybridflow.planner.describe.mesh import Mesh
 from hybridflow.planner.search.auto_mapping import AutoMapping
-from hybridflow.planner.search.call_search import Evaluator, mcmc, options_of
+from hybridflow.planner.search.call_search import mcmc
 from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.stages import STATIC, Front, undominated
-
-
-def alternatives(costs: Costs, plan: ExecutionPlan) -> dict[str, tuple[str, str]]:
-    """By call: the runner-up and why it lost, as texts. Functions, which need no device, and calls without another
-    layout that can run are left out."""
-    evaluator = Evaluator(costs, options_of(costs, also=[plan]))
-    state = evaluator.state(plan)
-    if state is None:
-        return {}
-    own, found, kept = evaluator.score(state), {}, costs.kept(plan)
-    assert own is not None
-    for i, call in enumerate(evaluator.calls):
-        if costs.graph.models[call.group] is None:
-            continue
-        best, seconds = (math.inf, math.inf, -1), 0.0
-        for number, option in enumerate(evaluator.options[i]):
-            if number == state[i] or option.seconds > best[0]:  # an iteration takes longer than its calls
-                continue
-            score = evaluator.score([*state[:i], number, *state[i + 1 :]], best[0] * (1 + 1e-9))
-            if score is not None and score.good and (score.cost, option.seconds) < best[:2]:
-                best, seconds = (score.cost, option.seconds, number), score.seconds
-        if best[2] >= 0:
-            taken, other = (evaluator.options[i][number] for number in (state[i], best[2]))
-            if call.kind == "generation":  # with the KV cache that static bytes leave
-                beside = (max(kept[device] for device in option.plan.mesh.devices) for option in (taken, other))
-                room = [costs.generation(call, o.plan, b).seconds for o, b in zip((taken, other), beside, strict=True)]
-                taken, other = taken._replace(seconds=room[0]), other._replace(seconds=room[1])
-            found[call.name] = (str(other.plan), _why(costs, call, taken, other, seconds - own.seconds))
-    return found
-
-
-def _why(costs: Costs, call: Call, taken: Option, other: Option, more: float) -> str:
-    """With the other option the iteration would take `more` seconds more."""
-    itself = f"the call alone would take {other.seconds:.4g} s instead of {taken.seconds:.4g} s"
-    if more < -1e-9 * max(taken.seconds, 1e-9):
-        return f"the iteration would take {-more:.3g} s less, which is within the error of predictions; {itself}"
-    if more <= 1e-9 * max(taken.seconds, 1e-9):
-        return f"the iteration would take as long, {itself}"
-    text = f"the iteration would take {more:.3g} s more, "
-    if other.seconds > taken.seconds * (1 + 1e-9):
-        return f"{text}{itself}, mostly {costs.beside(call, other.plan, 0.0).limit}"
-    if other.plan.mesh == taken.plan.mesh:
-        return f"{text}for {itself}, but weights or KV cache would not lie as they do now"
-    return f"{text}for {itself}, but its devices are those that other calls or weights need"
-
-
-def stream_shape(costs: Costs, plan: ExecutionPlan, iteration: float) -> str:
-    """How the calls of a stream follow each other in iterations of `iteration` seconds, and which side limits them;
-    empty for a synchronous loop."""
-    streamed = [call for call in costs.calls if call.ahead and call.kind == "generation"]
-    if not streamed or not iteration:
-        return ""
-    seconds = costs.seconds(plan)
-    others = [call for call in costs.calls if not call.ahead and costs.graph.models[call.group] is not None]
-    busy = np.zeros((2, costs.cluster.size))
-    for side, calls in enumerate((streamed, others)):
-        for call in calls:
-            busy[side, list(plan[call.name].mesh.devices)] += seconds[call.name]
-    names = [", ".join(dict.fromkeys(call.group for call in calls)) for calls in (streamed, others)]
-    where = [ranges(np.flatnonzero(own).tolist()) for own in busy]
-    ahead = f"at most {streamed[0].ahead} weight updates ahead (max_staleness)"
-    text = f"stream: {names[0]} generates on {where[0]}, {ahead}"
-    if busy.prod(axis=0).any():
-        shares = ", ".join(f"{name} {own.max() / iteration:.0%}" for name, own in zip(names, busy, strict=True))
-        idle = max(0.0, 1 - busy.sum(axis=0)[busy.any(axis=0)].mean() / iteration)
-        return f"{text}, and takes turns with {names[1]} on common devices: {shares} of the time; idle: {idle:.0%}"
-    most, idle = busy.max(axis=1), [1 - own[own > 0].mean() / iteration if own.any() else 0.0 for own in busy]
-    limit = f"{names[int(most[1] > most[0])]} limits" if most.max() > 0.9 * iteration else "the longest responses limit"
-    shares = ", ".join(f"{name} {max(0.0, share):.0%}" for name, share in zip(names, idle, strict=True))
-    return f"{text}, while {names[1]} works on {where[1]}: {limit}; idle: {shares}"
-
 
 MOST_DEVICES = 1 << 15
 MOST_SAMPLED = 32
@@ -166,7 +93,7 @@ def _limiting(costs: Costs) -> list[Constraint]:
 def fits(costs: Costs, per_call: bool = False) -> bool:
     """Some placement keeps the constraints and fits into memory, as far as searches see."""
     size = costs.cluster.size
-    if not _limiting(costs) and costs.homogeneous and _together(costs).lack <= 0:
+    if not _limiting(costs) and _together(costs).lack <= 0:
         return True
     if size <= MOST_SEARCHED and AutoMapping(costs).first is not None:
         return True
@@ -175,7 +102,7 @@ def fits(costs: Costs, per_call: bool = False) -> bool:
 
 
 def smallest_cluster(costs: Costs, per_call: bool = False) -> ClusterSpec | None:
-    """The cluster with the fewest further nodes, like its last, on which everything fits."""
+    """The cluster with the fewest further nodes on which everything fits."""
     low, high = len(costs.cluster.nodes), 2 * len(costs.cluster.nodes)
     most = max(MOST_SEARCHED if _limiting(costs) else MOST_DEVICES, 2 * costs.cluster.size)
     while not fits(grown(costs, high), per_call):
@@ -189,19 +116,17 @@ def smallest_cluster(costs: Costs, per_call: bool = False) -> ClusterSpec | None
 
 
 def grown(costs: Costs, nodes: int) -> Costs:
-    """The problem on `nodes` nodes; further nodes are like the last of its cluster."""
-    own = costs.cluster.nodes
-    return costs.on(replace(costs.cluster, nodes=own + own[-1:] * (nodes - len(own))))
+    """The problem on `nodes` nodes."""
+    return costs.on(replace(costs.cluster, nodes=(costs.cluster.node,) * nodes))
 
 
 def _need(costs: Costs, group: str) -> Need | None:
     """The least need of a group alone; None if its model does not divide."""
     search, found = AutoMapping(costs), []
     for size in search.sizes:
-        for mesh in search.places((search.kinds[group],), size):
-            usable = min(costs.capacity[device] for device in mesh.devices)
+        if (mesh := search.place((search.kinds[group],), size)) is not None:
             asked = Front.of(costs, group, mesh, math.inf).values[:, STATIC:].sum(axis=1)
-            found += [Need(float(asked.min()), usable, size)] if len(asked) else []
+            found += [Need(float(asked.min()), costs.capacity, size)] if len(asked) else []
     return min(found, key=lambda need: need.lack, default=None)
 
 
@@ -214,4 +139,4 @@ def _together(costs: Costs) -> Need:
         active = np.maximum(both[:, None, 1], asked[None, :, 1]).reshape(-1)
         both = np.stack([static, active], axis=1)
         both = both[undominated(both)]
-    return Need(float(both.sum(axis=1).min(initial=math.inf)), min(costs.capacity), mesh.size)
+    return Need(float(both.sum(axis=1).min(initial=math.inf)), costs.capacity, mesh.size)

@@ -133,7 +133,7 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
         "responses_per_prompt": drawn.factor if drawn else 1,
         "prompt": Lengths.of(list(drawn.prompt_tokens)) if drawn and drawn.prompt_tokens else Lengths.of(_PROMPT),
         "response": Lengths.of((drawn and drawn.max_tokens) or _RESPONSE),
-        "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
+        "dtype": "float32" if cluster.node.device.name == "host" else "bfloat16",
         "patches": drawn.patches if drawn else 0,
         "image_tokens": max((engine.image_tokens for engine in generating), default=IMAGE_TOKENS),
         "cuda_graphs": not any(engine.eager for engine in generating),

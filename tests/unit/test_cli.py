@@ -200,7 +200,7 @@ def test_a_plan_on_the_command_line(home: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert text.count("Plain placement (all groups on all 4 devices, tp=") == 1
-    for expected in ("s per iteration on a100:1x4", "actor.update_actor", "reward.compute_reward", "runner-up"):
+    for expected in ("s per iteration on a100:1x4", "actor.update_actor", "reward.compute_reward", "(p-t-d)"):
         assert expected in text
     assert text.count("faster than the heuristic (tp=") == 2, "in the answer and in its explanation"
     loops = [line.partition(" ")[0] for line in text.splitlines()[-5:]]
@@ -213,7 +213,7 @@ def test_a_plan_on_the_command_line(home: Path, capsys: pytest.CaptureFixture[st
     assert drawn.read_bytes().startswith(b"\x89PNG")
     larger = ["actor.model=llama3-13b", "model=nowhere", "--quiet", "--cluster", "a100:2x4"]
     assert cli.main([*arguments[:-1], *larger]) == 0
-    assert "runner-up" not in capsys.readouterr().out
+    assert "(p-t-d) on devices" not in capsys.readouterr().out
     assert Placement.load(saved).nodes == (4, 4)
     pinned = ["plan", f"{home}/driver.py", *search, *options, f"model={home}/model"]
     assert cli.main(pinned) == 2

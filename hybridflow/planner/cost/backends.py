@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import accumulate, combinations, product
+from itertools import product
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -245,19 +245,15 @@ def check_split(model: Decoder, sizes: Parallel, role: str) -> None:
 
 
 def _check_nodes(pin: Pin, sizes: Parallel, cluster: ClusterSpec) -> None:
-    counts = [node.count for node in cluster.nodes]
-    listed, inside = " or ".join(map(str, sorted(set(counts)))), counts
-    if pin.devices is not None:
-        inside = list(cluster.counts(pin.devices).values())
-    elif sizes.size <= max(counts):
-        inside = [sizes.size]
-    elif not any(b - a == sizes.size for a, b in combinations(accumulate([0, *counts]), 2)):
+    count = cluster.node.count
+    inside = [min(sizes.size, count)] if pin.devices is None else cluster.counts(pin.devices).values()
+    if pin.devices is None and sizes.size > count and sizes.size % count:
         raise PlacementError(
             f"{pin} cannot be: {sizes.size} devices are neither devices of one node nor whole nodes, which have "
-            f"{listed}. Use other sizes, or pin devices."
+            f"{count}. Use other sizes, or pin devices."
         )
-    if any(count % sizes.t for count in inside):
+    if any(devices % sizes.t for devices in inside):
         raise PlacementError(
-            f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have {listed} "
+            f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have {count} "
             "devices. Use a smaller t, or other devices."
         )

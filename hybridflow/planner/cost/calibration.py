@@ -69,7 +69,7 @@ def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT
     from scipy.optimize import least_squares  # takes a while to import
 
     require(bool(observations), "calibrate needs at least one observation.")
-    devices = sorted({node.device.name for seen in observations for node in seen.cluster.nodes})
+    devices = sorted({seen.cluster.node.device.name for seen in observations})
     require(len(devices) == 1, f"observations are of {', '.join(devices)}; calibrate one device at a time.")
     seen = np.log([one.seconds for one in observations])
 

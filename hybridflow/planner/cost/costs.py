@@ -42,7 +42,7 @@ from hybridflow.settings import require
 
 T = TypeVar("T")
 STEPS = 64
-"""Static bytes count for the KV-cache budget in this part of the smallest device."""
+"""Static bytes count for the KV-cache budget in this part of a device."""
 
 
 class Option(NamedTuple):
@@ -176,11 +176,10 @@ class Costs:
                 pairs.append((first.name, found.pop(0).name))
         return tuple(pairs)
 
-    @cached_property
-    def capacity(self) -> tuple[float, ...]:
-        """Usable bytes of each device."""
-        share = self.coefficients.usable_memory
-        return tuple(self.cluster.device(i).memory * share for i in range(self.cluster.size))
+    @property
+    def capacity(self) -> float:
+        """Usable bytes of a device."""
+        return self.cluster.node.device.memory * self.coefficients.usable_memory
 
     @cached_property
     def sharing(self) -> Contention | None:
@@ -189,23 +188,11 @@ class Costs:
     @cached_property
     def step(self) -> float:
         """Bytes in which static memory counts for the KV-cache budget of generation."""
-        return min(self.capacity) / STEPS
+        return self.capacity / STEPS
 
-    @cached_property
-    def homogeneous(self) -> bool:
-        return not any(self._kinds)
-
-    @cached_property
-    def _kinds(self) -> list[int]:
-        """Node kind: equal nodes have the same number."""
-        kinds = list(dict.fromkeys(self.cluster.nodes))
-        return [kinds.index(node) for node in self.cluster.nodes]
-
-    def shape(self, mesh: Mesh) -> tuple:
-        if (key := ("shape", mesh.bits)) not in self._known:
-            counts = self.cluster.counts(mesh.devices).items()
-            self._known[key] = tuple((self._kinds[node], count) for node, count in counts)
-        return self._known[key]
+    def shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """How many devices of each node it has."""
+        return self._known.once(("shape", mesh.bits), lambda: tuple(self.cluster.counts(mesh.devices).values()))
 
     def strategies(self, group: str, mesh: Mesh, generates: bool = False) -> list[Parallel]:
         """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
@@ -289,8 +276,7 @@ class Costs:
     def slowdown(self, mesh: Mesh, busy: float = 1.0) -> float:
         """How much longer its devices take than one that has its node for itself, as they all work at once for the
         share `busy` of their time."""
-        counts = self.cluster.counts(mesh.devices).items()
-        return max(self.cluster.nodes[node].slow(count * busy) for node, count in counts)
+        return max(self.cluster.node.slow(count * busy) for count in self.cluster.counts(mesh.devices).values())
 
     def minibatches(self, call: Call) -> tuple[int, int]:
         """Mini-batches and epochs of a training call: its own where it has some, else the workload's."""
@@ -339,10 +325,8 @@ class Costs:
         Without `beside`, those of its own group, cut over the devices as well as can be."""
         group = self.graph.call(call).group
         context = self.context(group, plan, "generation")
-        # on the smallest device, less what the runtime keeps
-        capacity = self._links(plan.mesh, self.workload.dtype).memory * self.coefficients.usable_memory
         if context is None:
-            return capacity
+            return self.capacity
         copied = group in self.graph.trained
         if beside is None:
             one = replace(context.links, p=1, t=1, d=1)
@@ -350,7 +334,7 @@ class Costs:
             whole = memory.static(replace(context, parallel=Parallel(), links=one, **home), copied)
             beside = whole.static / plan.mesh.size if copied else memory.weights(context)
         own = memory.weights(context) if copied or group in self.away else 0.0
-        return max(0.0, capacity - beside - own - memory.step_images(context))
+        return max(0.0, self.capacity - beside - own - memory.step_images(context))
 
     def still(self, group: str, plan: CallPlan) -> DeviceMemory:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
@@ -433,7 +417,7 @@ class Costs:
         if source == target:
             return 0.0
         low = min(source.mesh.devices[0], target.mesh.devices[0])
-        shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
+        shift = low - low % self.cluster.node.count
         key = (group, source.parallel, target.parallel, source.mesh.bits >> shift, target.mesh.bits >> shift)
         return self._known.once(key, lambda: self.reallocation(group, source, target))
 

@@ -24,7 +24,7 @@ from hybridflow.config import DType
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import Mesh
 from hybridflow.settings import NonNegative, PositiveFraction, read_yaml, require, settings
 
@@ -74,11 +74,10 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Achievable rates of one device of the mesh [bytes/s]; the slowest member of a group decides."""
+    """Achievable rates of one device of the mesh [bytes/s]."""
 
     local: int
     """Neighbours of the mesh that lie in one node."""
-    memory: float
     flops: float
     """At the peak."""
     bandwidth: float
@@ -104,19 +103,16 @@ class LinkModel:
     def of(cls, cluster: ClusterSpec, mesh: Mesh, dtype: DType, k: Coefficients) -> LinkModel:
         """With sizes of 1. Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it
         lacks."""
-        counts = cluster.counts(mesh.devices)
-        nodes = list({id(cluster.nodes[node]): cluster.nodes[node] for node in counts}.values())  # most are one
-        device = slowest(tuple(node.device for node in nodes))
+        counts, node, device = cluster.counts(mesh.devices), cluster.node, cluster.node.device
         return cls(
             local=min(counts.values()) if len(counts) > 1 else mesh.size,
-            memory=device.memory,
             flops=device.peak(dtype),
             bandwidth=device.bandwidth * k.memory,
-            link=min(node.bandwidth for node in nodes) * k.link,
+            link=node.bandwidth * k.link,
             network=cluster.bandwidth * k.network,
-            latency=max(node.latency for node in nodes),
+            latency=node.latency,
             network_latency=cluster.latency,
-            reduce=min(node.bandwidth for node in nodes) * k.reduce,
+            reduce=node.bandwidth * k.reduce,
             host=device.host,
             launch=k.latency,
         )
@@ -265,19 +261,20 @@ class LayerProfile:
 
     def measured(self, cluster: ClusterSpec) -> ClusterSpec:
         """`cluster` with the measured values. Errors: ConfigError for other devices."""
-        found = sorted({node.device.name for node in cluster.nodes})
+        found = cluster.node.device
         require(
-            found == [self.device],
-            f"the profile was measured on {self.device!r}, the cluster has {', '.join(found)}. "
+            found.name == self.device,
+            f"the profile was measured on {self.device!r}, the cluster has {found.name}. "
             "Run `hybridflow profile` there, or plan without it.",
         )
-        own = {"latency": self.latency, "bandwidth": self.bandwidth, "slowdown": self.slowdown or None}
-        changes = {name: value for name, value in own.items() if value is not None}
-        nodes = (replace(node, **changes) for node in cluster.nodes)
-        if (host := self.host) is not None:
-            nodes = (replace(node, device=replace(node.device, host=host)) for node in nodes)
-        between = {"latency": self.network_latency, "bandwidth": self.network}
-        return replace(cluster, nodes=tuple(nodes), **{name: one for name, one in between.items() if one is not None})
+
+        def known(**measured: Any) -> dict[str, Any]:
+            return {name: value for name, value in measured.items() if value is not None}
+
+        own = known(latency=self.latency, bandwidth=self.bandwidth, slowdown=self.slowdown or None)
+        node = replace(cluster.node, device=replace(found, **known(host=self.host)), **own)
+        between = known(latency=self.network_latency, bandwidth=self.network)
+        return replace(cluster, nodes=(node,) * len(cluster.nodes), **between)
 
     def coefficients(self, given: Coefficients) -> Coefficients:
         """`given` with measured values: messages reach the measured bandwidth, not a share of the data sheet's."""

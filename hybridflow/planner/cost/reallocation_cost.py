@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import HELPER, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.describe.model_sizes import Sizes, Tower
@@ -189,11 +189,10 @@ def reallocation(
         moved = moved.plus(volume(LayoutChange.of(routed, cluster, source, target, experts=True), itemsize))
     if not moved.messages:
         return 0.0, 1.0
-    nodes = [cluster.nodes[i] for i in {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}]
-    device = slowest(tuple(node.device for node in nodes))
-    link = math.inf if device.name == "host" else min(node.bandwidth for node in nodes) * k.link
-    passed = moved.received / (device.bandwidth * k.memory)
-    latency = k.latency + (cluster.latency if moved.between else max(node.latency for node in nodes))
+    node = cluster.node
+    link = math.inf if node.device.name == "host" else node.bandwidth * k.link
+    passed = moved.received / (node.device.bandwidth * k.memory)
+    latency = k.latency + (cluster.latency if moved.between else node.latency)
     tensors = math.ceil(size.layers / target.parallel.p) * size.tensors + 2
     sent = max(moved.inside / link, moved.between / (cluster.bandwidth * k.network), COPIED * passed)
     return sent + FRESH * passed * fresh + tensors * TENSOR_SECONDS + moved.messages * latency, moved.busy
@@ -228,4 +227,4 @@ def arrival(cluster: ClusterSpec, k: Coefficients, there: Mesh, here: Mesh) -> f
     nodes = cluster.counts(here.devices)
     if nodes.keys() - cluster.counts(there.devices).keys():
         return 1 / len(nodes) / (cluster.bandwidth * k.network)
-    return 1 / len(nodes) / min(cluster.nodes[node].device.host for node in nodes)
+    return 1 / len(nodes) / cluster.node.device.host

@@ -70,17 +70,17 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Contention:
-    """Nodes with their devices, one bit for each."""
+    """Nodes that are all like `node`: the devices of each, one bit for each."""
 
-    nodes: tuple[tuple[int, NodeSpec], ...]
+    node: NodeSpec
+    devices: tuple[int, ...]
 
     @classmethod
     def of(cls, cluster: ClusterSpec) -> Contention | None:
         """None where no device slows another down."""
-        if not any(node.slowdown for node in cluster.nodes):
+        if not cluster.node.slowdown:
             return None
-        devices = [Mesh(tuple(cluster.devices_of(i))).bits for i in range(len(cluster.nodes))]
-        return cls(tuple(zip(devices, cluster.nodes, strict=True)))
+        return cls(cluster.node, tuple(Mesh(tuple(cluster.devices_of(i))).bits for i in range(len(cluster.nodes))))
 
     def run(
         self, before: Sequence[set[int]], seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float]
@@ -90,7 +90,7 @@ class Contention:
         that can start."""
         # by node of the schedule and of the cluster: the mean number of devices that compute
         loads = [
-            [(mask & own).bit_count() * busy for own, _ in self.nodes] for mask, busy in zip(masks, shares, strict=True)
+            [(mask & own).bit_count() * busy for own in self.devices] for mask, busy in zip(masks, shares, strict=True)
         ]
         starts, stops, now = [0.0] * len(before), [0.0] * len(before), 0.0
         queue, done, left = [*range(len(before))], set[int](), dict[int, float]()  # seconds that each needs, alone
@@ -110,8 +110,8 @@ class Contention:
             work = [sum(own) for own in zip(*(loads[i] for i in left), strict=True)]
             factors = {}  # how much longer each takes while all of them work
             for i in left:
-                slowed = zip(self.nodes, loads[i], work, strict=True)
-                factors[i] = max([1.0, *(node.slow(every) / node.slow(own) for (_, node), own, every in slowed if own)])
+                both, slow = zip(loads[i], work, strict=True), self.node.slow
+                factors[i] = max([1.0, *(slow(every) / slow(own) for own, every in both if own)])
             passed = min((left[i] * factors[i] for i in left), default=0.0)
             now += passed
             for i, factor in factors.items():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 from typing import get_args
 
@@ -19,7 +18,6 @@ from hybridflow.placement import GIB
 from hybridflow.settings import Positive, Size, check_fields, is_number, require
 
 TERA, GIGA = 1e12, 1e9
-_SIZES = ("memory", "bandwidth", "link", "network", "host")
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ MOST_DEVICES = 1 << 17
 """Limit of a description: more is a typo that would keep a search busy for hours."""
 _PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>\d+(\.\d+)?)(?P<unit>[gt])bps)?")
 _HERE = re.compile(r"here(?::(?P<devices>\d+))?")
-_FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4", "here" or "here:4".'
+_FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "here" or "here:4".'
 
 
 def slowed(known: Sequence[tuple[float, float]], busy: float) -> float:
@@ -178,9 +176,9 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Devices are counted through from node to node; `bandwidth` [bytes/s, one way] is that of a whole node to the
+    """Equal nodes, whose devices are counted through; `bandwidth` [bytes/s, one way] is that of a whole node to the
     network, shared by its devices, and `latency` [s] that of a message between nodes. Errors: ConfigError for a cluster
-    without nodes or a size that is not positive."""
+    without nodes, for unlike ones, or a size that is not positive."""
 
     nodes: tuple[NodeSpec, ...]
     bandwidth: Positive
@@ -192,21 +190,33 @@ class ClusterSpec:
         for node in self.nodes:
             good = isinstance(node, NodeSpec)
             require(good, f"ClusterSpec: {node!r} is not a NodeSpec. ClusterSpec.of reads a description. {_FORM}")
+        kinds = [f"{node.count} x {node.device.name}" for node in dict.fromkeys(self.nodes)]
+        cure = "Plan for those of one kind, or describe all of them as smaller nodes of one size."
+        require(len(kinds) == 1, f"ClusterSpec: its nodes are alike, got {', '.join(kinds)}. {cure}")
         check_fields(self)
 
     @classmethod
     def of(cls, text: str | ClusterSpec) -> ClusterSpec:
-        """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here" ("here:4": as four
-        devices). The network is the usual one of the devices (the slowest of the parts) unless a part says "@200Gbps".
-        Errors: ConfigError for another form, an unknown device, sizes below 1."""
+        """From "a100:16x8" (16 nodes of 8 A100s), whose network is the usual one of the devices, "a100:16x8@200Gbps",
+        or "here" ("here:4": as four devices). Errors: ConfigError for another form, an unknown device, sizes below 1.
+        """
         if isinstance(text, ClusterSpec):
             return text
         if not isinstance(text, str):
             raise ConfigError(f"cluster {text!r} is not a description of a cluster. {_FORM}")
         if here := _HERE.fullmatch(text.strip().lower()):
             return cls.this_machine(int(here["devices"]) if here["devices"] else None)
-        parts = [_part(part.strip(), text) for part in text.split(",")]
-        return cls(tuple(node for nodes, _ in parts for node in nodes), min(network for _, network in parts))
+        match = _PART.fullmatch(text.strip().lower())
+        if match is None:
+            kinds = " Nodes are of one kind: plan for each kind alone." if "," in text else ""
+            raise ConfigError(f"cluster {text!r} is not of the form DEVICE:NODESxDEVICES.{kinds} {_FORM}")
+        spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
+        good = nodes >= 1 and count >= 1
+        require(good, f"cluster {text!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
+        many = f"{nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster."
+        require(nodes * count <= MOST_DEVICES, f"cluster {text!r}: {many}")
+        network = match["network"] and float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8
+        return cls((NodeSpec(spec, count, spec.link),) * nodes, network or spec.network)
 
     @classmethod
     def this_machine(cls, devices: int | None = None, memory: float | None = None) -> ClusterSpec:
@@ -223,22 +233,19 @@ class ClusterSpec:
         return cls((NodeSpec(host, count, GIGA, 50e-6, shared),), GIGA, 200e-6)
 
     @property
-    def size(self) -> int:
-        return self._ends[-1]
+    def node(self) -> NodeSpec:
+        """Each of the nodes."""
+        return self.nodes[0]
 
-    @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        return tuple(accumulate(node.count for node in self.nodes))
+    @property
+    def size(self) -> int:
+        return len(self.nodes) * self.node.count
 
     def node_of(self, index: int) -> int:
         """The node of device `index`. Errors: PlacementError outside of the cluster."""
         if not 0 <= index < self.size:
             raise PlacementError(f"device {index} is not in this cluster, whose devices are 0 to {self.size - 1}.")
-        return bisect_right(self._ends, index)
-
-    def device(self, index: int) -> DeviceSpec:
-        """Errors: PlacementError outside of the cluster."""
-        return self.nodes[self.node_of(index)].device
+        return index // self.node.count
 
     def counts(self, devices: Sequence[int]) -> dict[int, int]:
         """How many of `devices`, which ascend, are in each node. Errors: PlacementError outside of the cluster."""
@@ -246,8 +253,8 @@ class ClusterSpec:
         if last - first + 1 > len(devices):
             return dict(Counter(map(self.node_of, devices)))
         if (first, last) not in self._counts:  # neighbours: node by node, for there may be very many devices
-            nodes, ends = range(self.node_of(first), self.node_of(last) + 1), self._ends
-            counts = {n: min(ends[n], last + 1) - max(ends[n] - self.nodes[n].count, first) for n in nodes}
+            nodes, count = range(self.node_of(first), self.node_of(last) + 1), self.node.count
+            counts = {n: min((n + 1) * count, last + 1) - max(n * count, first) for n in nodes}
             self._counts[first, last] = counts
         return self._counts[first, last]
 
@@ -256,33 +263,7 @@ class ClusterSpec:
         return {}
 
     def devices_of(self, node: int) -> range:
-        return range(self._ends[node] - self.nodes[node].count, self._ends[node])
+        return range(node * self.node.count, (node + 1) * self.node.count)
 
     def __str__(self) -> str:
-        runs = groupby(f"{node.device.name}:{{}}x{node.count}" for node in self.nodes)
-        return ",".join(form.format(len(list(nodes))) for form, nodes in runs)
-
-
-def slowest(devices: Sequence[DeviceSpec]) -> DeviceSpec:
-    """The minimum of each value, which limits devices that wait for each other."""
-    if len(kinds := set(devices)) == 1:
-        return devices[0]
-    dtypes = set.intersection(*(set(kind.flops) for kind in kinds))
-    if not dtypes:
-        raise ConfigError(f"devices {', '.join(sorted(kind.name for kind in kinds))} have no dtype in common.")
-    flops = {dtype: min(kind.flops[dtype] for kind in kinds) for dtype in sorted(dtypes)}
-    least = {name: min(getattr(kind, name) for kind in kinds) for name in _SIZES}
-    return DeviceSpec("+".join(sorted(kind.name for kind in kinds)), flops=flops, **least)
-
-
-def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
-    match = _PART.fullmatch(part.lower())
-    if match is None:
-        raise ConfigError(f"cluster {text!r}: {part!r} is not of the form DEVICE:NODESxDEVICES. {_FORM}")
-    spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
-    who, many = f"cluster {text!r}", f"{nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster."
-    good = nodes >= 1 and count >= 1
-    require(good, f"{who}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
-    require(nodes * count <= MOST_DEVICES, f"{who}: {many}")
-    network = match["network"] and float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8
-    return [NodeSpec(spec, count, spec.link)] * nodes, network or spec.network
+        return f"{self.node.device.name}:{len(self.nodes)}x{self.node.count}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from hybridflow.errors import PlacementError
 from hybridflow.models.hf_spec import Decoder
@@ -165,13 +165,8 @@ ExecutionPlan = Mapping[str, CallPlan]  # by the name of the call
 def sizes(cluster: ClusterSpec) -> list[int]:
     """Numbers of devices that a set may get: any within a node, then whole neighbouring nodes.
 
-    Of more than 16 equal nodes those numbers that differ by an eighth at most, and all but a power of two of them."""
-    counts = [node.count for node in cluster.nodes]
-    found, nodes, step = set(range(1, max(counts) + 1)), len(counts), 1
-    if len(set(counts)) > 1 or nodes <= MANY_NODES:
-        for first in range(nodes) if len(set(counts)) > 1 else [0]:
-            found |= set(accumulate(counts[first:]))
-        return sorted(found)
+    Of more than 16 nodes those numbers that differ by an eighth at most, and all but a power of two of them."""
+    count, nodes, step = cluster.node.count, len(cluster.nodes), 1
     some = {nodes}
     for number in range(1, nodes):
         if number == step * MANY_NODES:
@@ -180,7 +175,7 @@ def sizes(cluster: ClusterSpec) -> list[int]:
             some.add(number)
         if number.bit_count() == 1:
             some.add(nodes - number)
-    return sorted(found | {counts[0] * number for number in some})
+    return sorted({*range(1, count + 1)} | {count * number for number in some})
 
 
 def packings(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> Iterator[list[Mesh]]:
@@ -210,17 +205,11 @@ def packings(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> Iterator[list
 def _candidates(cluster: ClusterSpec, size: int, taken: int) -> Iterator[Mesh]:
     """Free meshes of a size that differ in what they leave: part of the node with least room first, or whole nodes."""
     free = [[d for d in cluster.devices_of(n) if not taken >> d & 1] for n in range(len(cluster.nodes))]
-    unlike, tried = len(set(cluster.nodes)) > 1, set()
-    for node in sorted((devices for devices in free if len(devices) >= size), key=len):
-        at = cluster.node_of(node[0])
-        whole = unlike and len(node) == cluster.nodes[at].count  # then it matters which nodes are beside it
-        kind = (len(node), cluster.nodes[at], at if whole else None)
-        if kind not in tried:
-            tried.add(kind)
-            yield Mesh(tuple(node[:size]))
-    if size <= min(node.count for node in cluster.nodes):
+    fitting = {len(devices): devices for devices in reversed(free) if len(devices) >= size}  # the first of each length
+    yield from (Mesh(tuple(fitting[left][:size])) for left in sorted(fitting))
+    if size <= cluster.node.count:
         return
-    whole = [len(devices) == cluster.nodes[n].count for n, devices in enumerate(free)]
+    whole = [len(devices) == cluster.node.count for devices in free]
     for first in range(len(free)):
         total, last = 0, first
         while last < len(free) and whole[last] and total < size:

@@ -116,8 +116,7 @@ def plan_elastic(
 def _sizes(costs: Costs, name: str, calls: Sequence[Call], given: Parallel | None) -> Parallel:
     """The given sizes, or the fewest devices of a node, tensor parallel: those on which all calls fit beside what their
     groups keep."""
-    nodes, rolls = costs.cluster.nodes, name == "generate"
-    node, room = min(n.count for n in nodes), min(n.device.memory for n in nodes) * costs.coefficients.usable_memory
+    node, room, rolls = costs.cluster.node.count, costs.capacity, name == "generate"
     models = {call.group: costs.graph.models[call.group] for call in calls}
     good = given is None or (given.d == 1 and not (rolls and given.p > 1))
     require(good, f"plan_elastic({name}={given}): give the sizes of one instance, d=1{', p=1' * rolls}.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -52,21 +52,19 @@ class Symmetric:
 
 def symmetric_plans(costs: Costs) -> list[Symmetric]:
     """One for each tp inside a node and number of stages, the fewest devices of a model first."""
-    node, found = math.gcd(*(node.count for node in costs.cluster.nodes)), list[Symmetric]()
-    for tp in divisors(node):
+    found = list[Symmetric]()
+    for tp in divisors(costs.cluster.node.count):
         for pp in divisors(costs.cluster.size // tp):
             if (plan := _plan(costs, pp, tp)) is None or any(plan == other.plan for other in found):
                 continue
             homes = {call.name: plan[costs.homes[call.group]] for call in costs.calls}
             active = max(costs.added(call.name, plan[call.name], homes[call.name]).active for call in costs.calls)
             kept, waves = costs.kept(plan), 1
-            devices = ((static + active, most) for static, most in zip(kept, costs.capacity, strict=True))
-            used, capacity = max(devices, key=lambda one: one[0] / one[1])
             for call in (call for call in costs.calls if call.kind == "generation"):
                 room = costs.kv_budget(call.name, plan[call.name], max(kept))
                 wanted = costs.added(call.name, plan[call.name], kv_budget=_ENOUGH).kv_cache
                 waves = max(waves, math.ceil(wanted / max(room, 1.0)))
-            found.append(Symmetric(pp, tp, plan, used, capacity, waves))
+            found.append(Symmetric(pp, tp, plan, max(kept) + active, costs.capacity, waves))
     return found
 
 
@@ -138,10 +136,6 @@ class LayoutPair:
     generate: Parallel
     seconds: float
     peers: tuple[Layouts, ...]
-    priced: int
-    """Transitions that were priced."""
-    grid: int
-    """Pairs that fit."""
 
 
 def similarity(train: Parallel, generate: Parallel) -> float:
@@ -162,7 +156,7 @@ def similarity_map(costs: Costs, deadline: Deadline = NEVER) -> ExecutionPlan | 
 
     With `Workload.time_sharing` two updates in one layout may be worth slower calls and transitions: every layout that
     both could have is tried, too, and the fastest iteration taken. After the `deadline`, the best of what is known.
-    Errors: PlacementError unless exactly one group generates, and trains as well."""
+    None also unless exactly one group generates, and trains as well."""
     found = [_map(costs, deadline)]
     mesh = Mesh.of(0, costs.cluster.size)
     for names in costs.updates:
@@ -182,16 +176,13 @@ def _map(costs: Costs, deadline: Deadline) -> ExecutionPlan | None:
     graph, mesh = costs.graph, Mesh.of(0, costs.cluster.size)
     both = [group for group in graph.groups if group in graph.generating and group in graph.trained]
     if len(both) != 1 or len(graph.generating) != 1:
-        raise PlacementError(
-            f"search='similarity' is for one group that trains and generates; {', '.join(sorted(graph.generating))} "
-            f"generate{'s' * (len(graph.generating) == 1)}. Use search='auto'."
-        )
+        return None
     rules, (actor,) = costs.rules, both
     if not rules.allows_sets([graph.groups]) or not all(rules.allows_mesh(group, mesh) for group in graph.groups):
         return None
     peers, others = ALONE, [group for group in graph.groups if group != actor]
     for group in others:
-        peers = peers.with_peers(Front.of(costs, group, mesh, min(costs.capacity)), min(costs.capacity))
+        peers = peers.with_peers(Front.of(costs, group, mesh, costs.capacity), costs.capacity)
     found = best_pair(costs, actor, mesh, peers=peers, deadline=deadline)
     if found is None:
         return None
@@ -200,13 +191,12 @@ def _map(costs: Costs, deadline: Deadline) -> ExecutionPlan | None:
 
 
 def best_pair(
-    costs: Costs, group: str, mesh: Mesh, *, peers: Front = ALONE, full: bool = False, deadline: Deadline = NEVER
+    costs: Costs, group: str, mesh: Mesh, *, peers: Front = ALONE, deadline: Deadline = NEVER
 ) -> LayoutPair | None:
     """The pair of layouts with which all calls of `group` and of its `peers` on `mesh` take least time; None where no
-    pair fits into memory. `full` prices the switch of every pair; after the `deadline` none is priced any more."""
+    pair fits into memory. After the `deadline` no switch is priced any more."""
     generation = [call for call in costs.graph.of_group(group) if call.kind == "generation"]
-    bandwidth = min(costs.cluster.nodes[node].bandwidth for node in costs.cluster.counts(mesh.devices))
-    capacity, of_peers = min(costs.capacity[device] for device in mesh.devices), peers.values[:, :STAGES].sum(axis=1)
+    of_peers = peers.values[:, :STAGES].sum(axis=1)
     pairs = []
     for train in costs.strategies(group, mesh):
         for generate in costs.strategies(group, mesh, generates=True):
@@ -216,18 +206,28 @@ def best_pair(
             if own is None:
                 continue
             used = own[STATIC] + peers.values[:, STATIC] + np.maximum(own[ACTIVE], peers.values[:, ACTIVE])
-            if not len(rows := np.flatnonzero(used <= capacity)):
+            if not len(rows := np.flatnonzero(used <= costs.capacity)):
                 continue
             options = [option for call in generation if (option := costs.option(call, mesh, generate)) is not None]
             alike = 1.0 if train == generate else similarity(train, generate)
             least = sum(own[:STAGES]) + sum(option.seconds for option in options) + of_peers[rows].min()
-            pairs.append((least + (1 - alike) * options[0].copy / bandwidth, alike, least, home, here, own, rows))
+            pairs.append(
+                (
+                    least + (1 - alike) * options[0].copy / costs.cluster.node.bandwidth,
+                    alike,
+                    least,
+                    home,
+                    here,
+                    own,
+                    rows,
+                )
+            )
     best: LayoutPair | None = None
-    limit, priced = np.inf, 0
+    limit = np.inf
     for _, _, least, home, here, own, rows in sorted(pairs, key=lambda one: one[:2]):
         if best is not None and deadline.over:
             break
-        if least >= limit and not full:
+        if least >= limit:
             continue
         # peers with less static memory leave generation more KV cache
         static = (own[STATIC] + peers.values[rows, STATIC]).tolist()
@@ -235,14 +235,13 @@ def best_pair(
             sum(costs.generation(call, here, bytes_kept).seconds for call in generation) for bytes_kept in static
         ]
         seconds = sum(own[:STAGES]) + np.array(generated) + of_peers[rows]
-        if seconds.min() >= limit and not full:
+        if seconds.min() >= limit:
             continue
-        priced += 1
         row, seconds = int(seconds.argmin()), seconds.min() + len(generation) * costs.moved(group, home, here)
         if seconds < limit:
             limit = float(seconds)
-            best = LayoutPair(home.parallel, here.parallel, limit, peers.choices[rows[row]].layouts, 0, 0)
-    return best and replace(best, priced=priced, grid=len(pairs))
+            best = LayoutPair(home.parallel, here.parallel, limit, peers.choices[rows[row]].layouts)
+    return best
 
 
 def _common(index: NDArray[np.int64], parts: int, other_index: NDArray[np.int64], other_parts: int) -> Floats:

@@ -1,8 +1,8 @@
 """Auto-mapping: the best placement of models by stage-wise cost (HybridFlow, algorithms 1 and 2). Pure.
 
 The result is that of trying all sets of colocated groups, all shares of the devices and all layouts. Bounds rule out
-most: an allocation costs at least the sum over stages of the largest least seconds of its sets, on the best devices
-where these are unlike. Weights that one group gives to another, and contention, are in timelines only.
+most: an allocation costs at least the sum over stages of the largest least seconds of its sets. Weights that one group
+gives to another, and contention, are in timelines only.
 
 A stage-wise cost lets every stage wait for the one before. Calls do not (paper, section 4.1): an actor generates for
 the next iteration while a critic on other devices is still trained. So `overlap_map` times the allocations whose
@@ -27,10 +27,8 @@ from hybridflow.planner.search.stages import STAGES, Floats, Front, Layouts, che
 
 GRID = 4_000_000
 """Allocations looked at for one way to colocate; with more, sets get fewer different sizes."""
-PLACES = 256
-"""Ways to place an allocation on unlike devices that are looked at, by the square of the nodes; at least 4."""
 TIMED, TIMED_PLACES = 24, 4
-"""Allocations of each way to colocate that are timed, and places on unlike devices for each of them."""
+"""Allocations of each way to colocate that are timed, and places for each of them."""
 NOTHING = Front(np.zeros((0, STAGES + 2)), [])
 Sets = Sequence[tuple[str, ...]]
 Kinds = tuple[int, ...]
@@ -68,7 +66,7 @@ class AutoMapping:
         self.costs, self.deadline, self.limit, self._found = costs, deadline, limit, limit < math.inf
         graph, cluster, rules = costs.graph, costs.cluster, costs.rules
         self.pinned = {size for pin in rules.pins.values() for size in pin.sizes}
-        self.usual = frozenset(sizes(cluster)) | {size for size in self.pinned if size % cluster.nodes[0].count == 0}
+        self.usual = frozenset(sizes(cluster)) | {size for size in self.pinned if size % cluster.node.count == 0}
         self.sizes = sorted(self.usual | self.pinned)
         known: dict[tuple, int] = {}
         self.kinds: dict[str, int] = {}
@@ -118,14 +116,14 @@ class AutoMapping:
         for bound, allocation in self.bounded(least, some, limit):
             if bound >= limit:
                 break
-            for fronts, where in self._choices(sets, some, allocation, limit):
-                if stage_cost([front.least.tolist() for front in fronts]) >= limit:
-                    continue
-                self.tried += 1
-                seconds, rows = cheapest(fronts)
-                if seconds < limit:
-                    limit = seconds
-                    yield seconds, sets, where, list(zip(fronts, rows, strict=True))
+            if (found := self._choices(sets, some, allocation, limit)) is None:
+                continue
+            fronts, where = found
+            self.tried += 1
+            seconds, rows = cheapest(fronts)
+            if seconds < limit:
+                limit = seconds
+                yield seconds, sets, where, list(zip(fronts, rows, strict=True))
 
     def ways(self) -> list[list[tuple[str, ...]]]:
         """To colocate groups; few sets first: they are quick to look at, and their best bounds the others."""
@@ -139,30 +137,20 @@ class AutoMapping:
 
     def _choices(
         self, sets: Sets, some: list[int], allocation: Sequence[int], limit: float
-    ) -> Iterator[tuple[list[Front], list[Mesh]]]:
-        """The choices and meshes of each set with these numbers of devices.
+    ) -> tuple[list[Front], list[Mesh]] | None:
+        """The choices and meshes of each set with these numbers of devices; None where they take `limit` or more.
 
         The last set gets all devices that are left, or fewer where these are not neighbours."""
         kinds = self.kinds_of(sets)
         *others, last = allocation
         for fewer in range(last, -1, -1):
             numbers = (*others, fewer)
-            allocated = [some[i] for i in numbers]
-            if self.costs.homogeneous:
-                fronts = [self._up_to(own, some, i, limit) for own, i in zip(kinds, numbers, strict=True)]
-                if stage_cost([front.least.tolist() for front in fronts]) >= limit:
-                    return  # with still fewer devices it takes no less
-                if (where := next(self.packed(sets, allocated), None)) is not None:
-                    yield fronts, where
-                    return
-                continue
-            alone = [self.alone(own, size).tolist() for own, size in zip(kinds, allocated, strict=True)]
-            if stage_cost(alone) >= limit:
-                continue
-            for where in islice(self.packed(sets, allocated), max(4, PLACES // len(self.costs.cluster.nodes) ** 2)):
-                bounds = [self._alone_on(own, mesh).tolist() for own, mesh in zip(kinds, where, strict=True)]
-                if stage_cost(bounds) < limit:
-                    yield [self.generating(own, mesh) for own, mesh in zip(kinds, where, strict=True)], where
+            fronts = [self._up_to(own, some, i, limit) for own, i in zip(kinds, numbers, strict=True)]
+            if stage_cost([front.least.tolist() for front in fronts]) >= limit:
+                return None  # with still fewer devices it takes no less
+            if (where := next(self.packed(sets, [some[i] for i in numbers]), None)) is not None:
+                return fronts, where
+        return None
 
     def bounded(self, least: Sequence[Floats], some: list[int], limit: float) -> Iterator[tuple[float, Numbers]]:
         """Allocations, by number of the size for each set, and what each costs at least; the lowest bounds first.
@@ -197,16 +185,14 @@ class AutoMapping:
         return [found[i] for i in steps.tolist()]
 
     def alone(self, kinds: Kinds, size: int) -> Floats:
-        """[stages] Least seconds of a set if each of its groups had the devices for itself, on the best ones."""
+        """[stages] Least seconds of a set if each of its groups had the devices for itself."""
 
         def least() -> Floats:
-            each = (self._alone_on(kinds, mesh) for mesh in self.places(kinds, size))
-            return np.min([np.full(STAGES, np.inf), *each], axis=0)
+            if (mesh := self.place(kinds, size)) is None:
+                return np.full(STAGES, np.inf)
+            return np.sum([self.generating((kind,), mesh).least for kind in kinds], axis=0)
 
         return self._known.once(("alone", kinds, size), least)
-
-    def _alone_on(self, kinds: Kinds, mesh: Mesh) -> Floats:
-        return np.sum([self.generating((kind,), mesh).least for kind in kinds], axis=0)
 
     def _up_to(self, kinds: Kinds, some: list[int], last: int, limit: float) -> Front:
         """Choices of a set on `some[last]` equal devices or fewer, without those that alone take `limit` seconds.
@@ -224,7 +210,7 @@ class AutoMapping:
                         break
                     if (found.values[:, :STAGES] <= least).all(axis=1).any():  # it has nothing better
                         continue
-                for mesh in self.places(kinds, size)[:1]:  # choices on equal devices are the same wherever these are
+                if (mesh := self.place(kinds, size)) is not None:
                     found = found.or_(self.generating(kinds, mesh))
             return found
 
@@ -245,10 +231,9 @@ class AutoMapping:
         """Choices of groups of these kinds together on exactly this mesh."""
 
         def front() -> Front:
-            capacity = min(self.costs.capacity[device] for device in mesh.devices)
             if len(kinds) == 1:
-                return Front.of(self.costs, self.example[kinds[0]], mesh, capacity)
-            return self._front(kinds[:-1], mesh).with_peers(self._front(kinds[-1:], mesh), capacity)
+                return Front.of(self.costs, self.example[kinds[0]], mesh, self.costs.capacity)
+            return self._front(kinds[:-1], mesh).with_peers(self._front(kinds[-1:], mesh), self.costs.capacity)
 
         return self._known.once(("front", kinds, self._like(kinds, mesh)), front)
 
@@ -262,16 +247,11 @@ class AutoMapping:
         pins = (self.costs.rules.devices(self.example[kind]) for kind in kinds)
         return next((pinned for pinned in pins if pinned is not None), None)
 
-    def places(self, kinds: Kinds, size: int) -> list[Mesh]:
-        """A mesh of each shape with `size` devices; for pinned groups their own."""
+    def place(self, kinds: Kinds, size: int) -> Mesh | None:
+        """Some `size` devices, on which choices are as on any others; for pinned groups their own."""
         if (pinned := self._pinned(kinds)) is not None:
-            return [Mesh(pinned)] if len(pinned) == size else []
-        if self.costs.homogeneous:
-            return [Mesh.of(0, size)] if size in self.usual else []
-        fitting = (where for (where,) in packings(self.costs.cluster, [size]))
-        return self._known.once(
-            ("places", size), lambda: list({self.costs.shape(mesh): mesh for mesh in fitting}.values())
-        )
+            return Mesh(pinned) if len(pinned) == size else None
+        return Mesh.of(0, size) if size in self.usual else None
 
     def packed(self, sets: Sets, allocated: Sequence[int]) -> Iterator[list[Mesh]]:
         """Meshes for sets of these sizes; one of several equivalent ways."""

@@ -113,7 +113,6 @@ class Evaluator:
         self._generating = [(node, call) for node, call in calls if self.calls[call].kind == "generation"]
         self.fastest = [min((option.seconds for option in own), default=math.inf) for own in options]
         self._at_home = sorted(set(self.homes))
-        self.capacity = np.array(costs.capacity)
         self._vectors: dict[Mesh, Floats] = {}
         self._moves: dict[tuple[int, int, int, int], float] = {}  # seconds by call, its option, source, its option
         self._scores: dict[tuple[int, ...], Score] = {}
@@ -134,7 +133,7 @@ class Evaluator:
         self.evaluations += 1
         chosen = [options[n] for options, n in zip(self.options, state, strict=True)]
         static = self._static(chosen)
-        excess = float((self.memory(chosen, static) / self.capacity).max()) - 1.0
+        excess = float(self.memory(chosen, static).max()) / self.costs.capacity - 1.0
         broken = self._broken(chosen)
         good = excess <= 0 and not broken
         factor = self.costs.weighted(1.0, self.plan(state)) if self.costs.margin else 1.0
@@ -184,7 +183,7 @@ class Evaluator:
         return seconds, masks
 
     def _static(self, chosen: Chosen) -> Floats:
-        static = np.zeros_like(self.capacity)
+        static = np.zeros(self.costs.cluster.size)
         for i in self._at_home:
             if (option := chosen[i]) is not None:
                 static += option.static * self.vector(option.plan.mesh)
@@ -192,7 +191,7 @@ class Evaluator:
 
     def memory(self, chosen: Chosen, static: Floats | None = None) -> Floats:
         """[devices] Bytes at the fullest moment of what is decided, without copies of weights whose home is open."""
-        active = np.zeros_like(self.capacity)
+        active = np.zeros(self.costs.cluster.size)
         for i, option in enumerate(chosen):
             if option is None:
                 continue
@@ -205,7 +204,7 @@ class Evaluator:
     def vector(self, mesh: Mesh) -> Floats:
         """[devices]: 1 on the mesh, 0 elsewhere."""
         if mesh not in self._vectors:
-            on = np.zeros_like(self.capacity)
+            on = np.zeros(self.costs.cluster.size)
             on[list(mesh.devices)] = 1.0
             self._vectors[mesh] = on
         return self._vectors[mesh]
@@ -262,7 +261,7 @@ def exact(costs: Costs, *, start: ExecutionPlan | None = None, deadline: Deadlin
         if work / devices >= limit or evaluator.schedule.least(seconds, masks) >= limit:
             return False
         some = [None if number is None else own[number] for own, number in zip(options, chosen, strict=True)]
-        return bool((evaluator.memory(some) <= evaluator.capacity).all())
+        return bool(evaluator.memory(some).max() <= costs.capacity)
 
     def settle(depth: int) -> None:
         """All combinations of what is not settled yet."""

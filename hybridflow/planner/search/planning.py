@@ -24,7 +24,7 @@ from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
 from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
+from hybridflow.planner.explain import infeasibility_report
 from hybridflow.planner.loops import needed_staleness, price_loops
 from hybridflow.planner.search.all_devices import compared_with, heuristic_map, similarity_map
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
@@ -34,9 +34,7 @@ from hybridflow.settings import require
 
 Explained = tuple[ExecutionPlan, str]
 """A plan, and how it was found."""
-Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity", "heuristic"]
-ON_ALL = {"similarity": "similarity search", "heuristic": "heuristic: tp inside a node, stages across nodes"}
-"""Searches that put all groups on all devices, and how they say that they found a plan."""
+Search = Literal["auto", "mcmc", "heuristic"]
 SMALL, FEW = 1e7, 32
 """Execution plans, and devices, up to which all plans are tried, as far as time allows."""
 LEAST = 1.0
@@ -67,11 +65,11 @@ def plan(
     have begun before.
 
     Each further layout of a group must shorten the iteration by more than the predictions' error
-    (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks for
-    one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity" and "heuristic" (an expert's plan, see `search.all_devices`), which put all groups on all devices. Idle
-    models of `Graph.offload` wait in host memory where that pays. Where nothing fits otherwise, ranks share rows (cp),
-    unless `share_rows=False`.
+    (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search="auto"`
+    takes the searches that suit the size; with "mcmc" random changes follow auto-mapping whatever the size;
+    "heuristic" is an expert's plan (see `search.all_devices`), all groups on all devices. Idle models of
+    `Graph.offload` wait in host memory where that pays. Where nothing fits otherwise, ranks share rows (cp), unless
+    `share_rows=False`.
 
     `Placement.loops` prices the workload as other loops, too, with `staleness` as the bound of those that generate
     ahead (default: that of the loop, at least 1).
@@ -91,7 +89,7 @@ def plan(
     costs = Costs(spec, graph, workload, coefficients, profile, constraints, coefficients.error)
     run = partial(_search, search=search, seed=seed, per_call=per_call)
     found = _searched(costs, run, deadline) or (share_rows and _searched(costs.sharing_rows(), run, deadline))
-    if not found and search in ON_ALL:
+    if not found and search == "heuristic":
         raise PlacementError(
             f"search={search!r} puts all groups on all {spec.size} devices, where they do not fit or constraints "
             "part them. Use search='auto'."
@@ -145,28 +143,25 @@ def offloaded(costs: Costs, deadline: Deadline = NEVER) -> list[Costs]:
 
 def _search(costs: Costs, *, search: Search, deadline: Deadline, seed: int, per_call: bool) -> Explained | None:
     """The best plan of all that the search finds, and how it was found."""
-    if search in ON_ALL:
-        mapped = similarity_map(costs, deadline) if search == "similarity" else heuristic_map(costs)
-        return None if mapped is None else (mapped, ON_ALL[search])
-    of_calls, shared = search != "auto_mapping" and (search != "auto" or per_call), None
-    if search == "auto" and costs.updates:
-        with suppress(PlacementError):  # groups cannot all be on all devices
-            shared = similarity_map(costs, deadline.part(1 / 8))
-    mapping = AutoMapping(costs, deadline.part(7 / 8) if of_calls else deadline)
+    if search == "heuristic":
+        found = heuristic_map(costs)
+        return None if found is None else (found, "heuristic: tp inside a node, stages across nodes")
+    shared = similarity_map(costs, deadline.part(1 / 8)) if costs.updates else None
+    mapping = AutoMapping(costs, deadline.part(7 / 8) if per_call else deadline)
     first = mapping.first
     mapped = [] if first is None else [overlap_map(costs, mapping, first), mapping.best]
     plans = [(one.plan, "one layout for each group") for one in mapped if one is not None]
     plans += [] if shared is None else [(shared, "updates in each other's bubbles")]
-    if of_calls or not plans:  # each call may have a layout of its own
+    if per_call or not plans:  # each call may have a layout of its own
         starts = [plan for plan, _ in plans]
         deadline = deadline if starts else deadline.at_least(LEAST)  # something must be found
         with suppress(TimeUpError):
             best, few = None, search == "auto" and costs.cluster.size <= FEW
-            if search == "exact" or (few and space_size(costs, deadline) <= SMALL):
-                until = deadline if search == "exact" else deadline.part(1 / 2)
-                if (best := exact(costs, start=starts[0] if starts else None, deadline=until)) is not None:
+            if few and space_size(costs, deadline) <= SMALL:
+                best = exact(costs, start=starts[0] if starts else None, deadline=deadline.part(1 / 2))
+                if best is not None:
                     plans.append((best.plan, "all layouts tried" if best.complete else "many layouts tried in order"))
-            if search != "exact" and not (best is not None and best.complete):
+            if best is None or not best.complete:
                 best = mcmc(costs, starts=starts, seed=seed, deadline=deadline, patience=PATIENCE)
                 if best is not None:
                     plans.append((best.plan, "random changes of layouts, kept where they help (MCMC)"))
@@ -189,8 +184,8 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
                 here = found[call.name]
                 # of a group that is not trained, the weights that stay are those it generates with
                 stays = here == home and group not in costs.graph.trained
-                own, devices = costs.static(group, here) if stays else 0.0, here.mesh.devices
-                left = min((costs.capacity[d] - kept[d] + own) / costs.cluster.device(d).memory for d in devices)
+                own, most = costs.static(group, here) if stays else 0.0, max(kept[d] for d in here.mesh.devices)
+                left = (costs.capacity - most + own) / costs.cluster.node.device.memory
                 generate, share = here.parallel.sizes[:2], min(0.99, max(0.01, math.floor(100 * left) / 100))
         away = list[CallPlacement]()  # methods that are not always in the group's layout, or generate within that
         for method, calls in methods.items():
@@ -206,15 +201,13 @@ def placement_of(costs: Costs, found: ExecutionPlan, found_by: str) -> Placement
     for span, mesh in spans:
         group, moves = costs.graph.call(span.call).group, span.moves is not None
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
-    others, shape = partial(alternatives, costs, found), stream_shape(costs, found, timeline.per_iteration)
-    needed = needed_staleness(costs, found)
-    if shape and needed is not None and needed < max(call.ahead for call in costs.calls):
-        shape += f"; max_staleness={needed} is enough"
-    shape = "\n".join([*filter(None, [shape]), *offload_lines(costs, found)])
+    shape, needed = offload_lines(costs, found), needed_staleness(costs, found)
+    if needed is not None and needed < max(call.ahead for call in costs.calls):
+        shape.insert(0, f"max_staleness={needed} is enough")
     calls, cluster = _calls(costs, found, kept), str(costs.cluster)
     head = nodes, groups, calls, timeline.per_iteration, cluster, found_by
     compared = compared_with(costs.offloading(()))
-    return Placement(*head, tuple(bars), shape, *compared, needed, others)
+    return Placement(*head, tuple(bars), "\n".join(shape), *compared, needed)
 
 
 def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[str, CallLayout]:
@@ -226,7 +219,7 @@ def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[st
         beside = max(kept[d] for d in devices)
         kv_budget = costs.kv_budget(call.name, here, beside) if call.kind == "generation" else None
         active = costs.added(call.name, here, home, kv_budget).active
-        fullest = max(devices, key=lambda d: (kept[d] + active) / costs.capacity[d])
+        fullest = max(devices, key=kept.__getitem__)
         held = account(costs, found, call.name, fullest, kv_budget)
         calls[call.name] = CallLayout(
             group=call.group,
@@ -239,7 +232,7 @@ def _calls(costs: Costs, found: ExecutionPlan, kept: Sequence[float]) -> dict[st
             limit=costs.beside(call, here, beside).limit,
             memory=0.0 if on_cpu else kept[fullest] + active,
             held="" if on_cpu else ", ".join(f"{owner} {size / GIB:.2f}" for owner, size in held.items()),
-            capacity=0.0 if on_cpu else costs.capacity[fullest],
+            capacity=0.0 if on_cpu else costs.capacity,
         )
     return calls
 

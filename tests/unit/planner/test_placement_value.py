@@ -26,7 +26,7 @@ from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import Evaluator, mcmc
 from hybridflow.planner.search.deadline import Deadline
-from hybridflow.planner.search.planning import ON_ALL, Search, plan
+from hybridflow.planner.search.planning import Search, plan
 from hybridflow.topology import divisors
 from tests.example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, fits, grpo_of, ppo_of
 
@@ -36,7 +36,7 @@ GROUPS = ("actor", "critic", "reference", "reward")
 
 @pytest.fixture(scope="module")
 def found() -> Placement:
-    return plan(ppo_of(LLAMA_7B, LLAMA_7B), "a100:2x8", WORK, search="auto_mapping")
+    return plan(ppo_of(LLAMA_7B, LLAMA_7B), "a100:2x8", WORK, per_call=False)
 
 
 def test_a_placement_has_every_group_and_call(found: Placement):
@@ -49,7 +49,6 @@ def test_a_placement_has_every_group_and_call(found: Placement):
         assert (call.kind == "function") == (call.capacity == call.memory == 0)
         assert call.memory <= call.capacity
         assert call.limit
-        assert not call.runner_up, "computed when it is asked for"
         group = found[call.group]
         if not call.differs:
             assert group.devices == call.devices
@@ -81,16 +80,14 @@ def test_a_placement_survives_yaml_and_pickle(found: Placement, tmp_path: Path):
 
 
 def test_a_placement_is_shown(found: Placement, tmp_path: Path):
-    table, explained, known = str(found), found.explain(), found.explained()
-    assert known.explained() == known
-    known.save(tmp_path / "plan.yaml")
+    table, explained = str(found), found.explain()
+    found.save(tmp_path / "plan.yaml")
     assert Placement.load(tmp_path / "plan.yaml").explain() == explained
-    for name, call in known.calls.items():
-        assert call.lost
+    for name, call in found.calls.items():
         assert f"{name} " in table
         assert f"{name}: {'on the CPU' if call.kind == 'function' else call.layout + ' (p-t-d)'}" in explained
         assert f"devices {ranges(call.devices)}" in explained
-        assert f"runner-up: {call.runner_up}" in explained
+        assert call.held in explained
     assert found._repr_html_().count("<tr>") == 1 + len(found.calls)
     found.chart(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -138,13 +135,13 @@ def test_a_placement_is_compared_with_the_plain_one(found: Placement, tmp_path: 
 def test_a_plain_placement_that_does_not_fit_is_said_with_its_bytes():
     """It fits with two pipeline stages, which the plain one has not; tp ends with the node."""
     graph, spec = grpo_of(LLAMA_7B), cluster(2, 2, 6e10)
-    placement = plan(graph, spec, WORK, search="auto_mapping")
+    placement = plan(graph, spec, WORK, per_call=False)
     plain = placement.colocated
     assert plain is not None
     costs, by_hand = plainly(graph, spec, 2)
     homes = [by_hand[costs.homes[call.group]] for call in costs.calls]
     active = max(costs.added(c.name, by_hand[c.name], at).active for c, at in zip(costs.calls, homes, strict=True))
-    used, most = max(costs.kept(by_hand)) + active, min(costs.capacity)
+    used, most = max(costs.kept(by_hand)) + active, costs.capacity
     assert used > most
     assert (plain.tp, plain.seconds, plain.memory, plain.capacity) == (2, 0.0, used, most)
     assert f"tp=2): does not fit, {used / GIB:.1f} of {most / GIB:.1f} GiB a device ({used - most:,.0f} bytes" in repr(
@@ -153,11 +150,11 @@ def test_a_plain_placement_that_does_not_fit_is_said_with_its_bytes():
 
 
 def test_groups_that_must_be_apart_have_no_plain_placement():
-    found = plan(ppo_of(SMALL, SMALL), "a100:1x4", WORK, [Apart("actor", "critic")], search="auto_mapping")
+    found = plan(ppo_of(SMALL, SMALL), "a100:1x4", WORK, [Apart("actor", "critic")], per_call=False)
     assert "Plain placement (all groups on all 4 devices): not possible, against Apart(actor, critic)." in repr(found)
     graph = grpo_of(SMALL)
     replicated = replace(graph, strategies={"actor": FSDP(replicate=2)})
-    said = repr(plan(replicated, "a100:1x3", WORK, search="auto_mapping"))
+    said = repr(plan(replicated, "a100:1x3", WORK, per_call=False))
     assert "all 3 devices): not possible, a group has no layout on all of them." in said
 
 
@@ -168,12 +165,11 @@ def test_a_plan_that_is_the_plain_one_takes_as_long():
 
 def test_functions_claim_no_device():
     """Rewards by rules run on the CPU of the devices' hosts."""
-    found = plan(grpo_of(LLAMA_7B), "a100:1x8", WORK, search="auto_mapping")
+    found = plan(grpo_of(LLAMA_7B), "a100:1x8", WORK, per_call=False)
     call = found.calls["reward.compute_reward"]
     assert (call.kind, call.capacity, call.memory) == ("function", 0, 0)
     assert "none: on the CPU" in str(found)
     assert "reward.compute_reward: on the CPU" in found.explain()
-    assert not found.explained().calls["reward.compute_reward"].lost, "other devices would make no difference"
     assert "on the CPU" in {text.get_text() for text in found.chart().legends[0].get_texts()}
 
 
@@ -210,13 +206,13 @@ def work_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("search", get_args(Search))
-@pytest.mark.parametrize("cluster", ["a100:1x8", "a100:16x8", "a100:4x8,h100:4x8"])
+@pytest.mark.parametrize("cluster", ["a100:1x8", "a100:16x8"])
 def test_searches_do_next_to_nothing_after_their_deadline(search, cluster: str, work_clock: Callable[[], float]):
     """Between two looks at the clock lie the layouts of one group on one mesh, and after the last the plan's prices."""
     graph, budget = ppo_of(LLAMA_7B, LLAMA_7B), 1500
     deadline = Deadline(at=budget, clock=work_clock)
     assert plan(graph, cluster, WORK, budget_s=deadline, search=search).seconds > 0
-    assert deadline.over or search in (*ON_ALL, "auto_mapping"), "these end by themselves on few devices"
+    assert deadline.over or search == "heuristic", "it ends by itself on few devices"
     assert work_clock() < budget + 400
 
 
@@ -225,9 +221,7 @@ def test_a_search_without_time_takes_the_first_placement(work_clock: Callable[[]
     found = plan(ppo_of(LLAMA_7B, LLAMA_70B), "a100:8x8", WORK, budget_s=over)
     assert over.over
     first = work_clock()
-    best = plan(
-        ppo_of(LLAMA_7B, LLAMA_70B), "a100:8x8", WORK, budget_s=Deadline(1e5, work_clock), search="auto_mapping"
-    )
+    best = plan(ppo_of(LLAMA_7B, LLAMA_70B), "a100:8x8", WORK, budget_s=Deadline(1e5, work_clock), per_call=False)
     assert first < (work_clock() - first) / 2
     assert found.seconds > best.seconds
 
@@ -296,16 +290,10 @@ def test_contradictory_constraints_are_refused_with_both_named(constraints, name
         assert name in str(error.value)
 
 
-def test_unlike_nodes_are_placed():
-    found = plan(grpo_of(LLAMA_7B), "a100:1x4,h100:1x4", WORK, budget_s=2)
-    assert found.nodes == (4, 4)
-    assert found.seconds > 0
-
-
 def test_a_problem_knows_its_own_memory():
     graph, spec = grpo_of(LLAMA_7B), cluster(1, 4, 1e11)
     problem = Costs(spec, graph, WORK, replace(DEFAULT, usable_memory=0.5))
-    assert problem.capacity == (5e10,) * 4
+    assert problem.capacity == 5e10
     assert ClusterSpec.of(spec) is spec
 
 

@@ -65,14 +65,13 @@ def test_devices_of_a_data_sheet():
 
 
 def test_clusters_count_their_devices_through():
-    cluster = ClusterSpec.of("a100:2x8,h100:1x4")
-    assert (cluster.size, len(cluster.nodes)) == (20, 3)
-    assert [cluster.node_of(i) for i in (0, 7, 8, 15, 16, 19)] == [0, 0, 1, 1, 2, 2]
-    assert (cluster.device(15).name, cluster.device(16).name) == ("a100", "h100")
-    assert list(cluster.devices_of(2)) == [16, 17, 18, 19]
-    assert str(cluster) == "a100:2x8,h100:1x4"
+    cluster = ClusterSpec.of("a100:3x8")
+    assert (cluster.size, len(cluster.nodes)) == (24, 3)
+    assert [cluster.node_of(i) for i in (0, 7, 8, 15, 16, 23)] == [0, 0, 1, 1, 2, 2]
+    assert list(cluster.devices_of(2)) == [*range(16, 24)]
+    assert str(cluster) == "a100:3x8"
     assert ClusterSpec.of(str(cluster)) == cluster
-    assert cluster.bandwidth == 25e9  # of the slower network
+    assert cluster.bandwidth == 25e9
     assert ClusterSpec.of("a100:2x8@400Gbps").bandwidth == 50e9
     assert ClusterSpec.of("here").size >= 1
     assert ClusterSpec.this_machine(4).size == 4
@@ -88,6 +87,7 @@ def test_clusters_count_their_devices_through():
         ("a100", "a100:16x8"),
         ("a100:2x8@1.2.3gbps", "not of the form"),
         ("", "a100:16x8"),
+        ("a100:2x8,h100:1x4", "one kind: plan for each kind alone"),
         (16, "is not a description"),
     ],
 )
@@ -118,6 +118,8 @@ def test_sizes_that_are_refused():
         NodeSpec(spec, 8, 1e9, slowdown=((4, 2), (2, 1)))
     with pytest.raises(ConfigError, match="at least one node"):
         ClusterSpec((), 1e9)
+    with pytest.raises(ConfigError, match="its nodes are alike, got 8 x a100, 4 x a100"):
+        ClusterSpec((NodeSpec(spec, 8, 1e9), NodeSpec(spec, 4, 1e9)), 1e9)
     for index in (-1, 32):
         with pytest.raises(PlacementError, match="0 to 31"):
             A100S.node_of(index)
@@ -363,7 +365,7 @@ def test_cuda_graphs_never_slow_decoding_and_concern_nothing_else(sizes, rows):
     with_them, without = simulator(work), simulator(replace(work, cuda_graphs=False))
     for call in KINDS:
         seconds = [one.cost(call, at(*sizes), 20e9).seconds for one in (with_them, without)]
-        assert seconds[1] >= seconds[0] if call == GENERATE else seconds[1] == seconds[0]
+        assert seconds[1] >= seconds[0] * (1 - 1e-9) if call == GENERATE else seconds[1] == seconds[0]
 
 
 @settings(max_examples=30, deadline=None)

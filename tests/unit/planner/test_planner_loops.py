@@ -152,7 +152,7 @@ def test_a_stream_of_two_groups_keeps_its_bound_and_has_no_other_loop():
     edges = [replace(edge, target=other.name) for edge in graph.into(GENERATE)]
     models = {**graph.models, "second": graph.models["rollout"]}
     both = replace(graph, calls=(call, other, *graph.calls[1:]), edges=(*graph.edges, *edges), models=models)
-    placed, found = loops_of(both, "a100:1x4", replace(WORK, rows=16), search="auto_mapping")
+    placed, found = loops_of(both, "a100:1x4", replace(WORK, rows=16), per_call=False)
     assert placed.staleness == 3
     said = "the groups rollout, second generate with weights that the loop trains; one can."
     assert {one.against for one in found.values()} == {said}

@@ -1,4 +1,4 @@
-"""Auto-mapping on unlike nodes and under constraints, against one that tries everything; what is said where none is."""
+"""Auto-mapping under constraints, against one that tries everything; what is said where none is."""
 
 from __future__ import annotations
 
@@ -80,8 +80,7 @@ def by_force(problem: Costs) -> float:
 @st.composite
 def problems(draw) -> Costs:
     memory = draw(st.sampled_from([3e8, 1e9, 3e9, 1e12]))
-    unlike = [cluster(1, draw(st.integers(1, 3)), memory * draw(st.sampled_from([1, 2]))).nodes[0] for _ in range(3)]
-    spec = draw(st.sampled_from([ClusterSpec(tuple(unlike), 1e10), cluster(2, 3, memory), cluster(3, 2, memory)]))
+    spec = cluster(*draw(st.sampled_from([(1, 4), (2, 2), (2, 3), (3, 2)])), memory)
     names = st.sampled_from(GRAPH.groups)
     devices = st.lists(st.integers(0, spec.size - 1), min_size=1, unique=True).map(tuple)
     pairs = st.permutations(GRAPH.groups).map(lambda order: order[:2])
@@ -100,7 +99,7 @@ def problems(draw) -> Costs:
 
 @settings(max_examples=20, deadline=None)
 @given(problems())
-def test_auto_mapping_equals_brute_force_on_any_nodes_under_any_constraints(problem: Costs):
+def test_auto_mapping_equals_brute_force_under_any_constraints(problem: Costs):
     found, best = auto_map(problem), by_force(problem)
     assert (found.seconds if found else math.inf) == pytest.approx(best, rel=1e-9)
     assert explain.fits(problem) or found is None

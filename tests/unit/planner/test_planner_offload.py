@@ -35,7 +35,7 @@ def test_a_model_that_waits_leaves_its_memory_to_others():
     here = Costs(ClusterSpec.of(NODE), LOOP, WORK)
     away = here.offloading(["critic", "reference"])
     at = CallPlan(Mesh.of(0, 8), Parallel(1, 8, 1))
-    host = here.cluster.device(0).host
+    host = here.cluster.node.device.host
     for group, calls in {"reference": ["compute_ref_log_prob"], "critic": ["compute_values", "update_critic"]}.items():
         kept = here.still(group, at)
         assert away.static(group, at) == 0

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from benchmarks.planner_findings import KINDS, WORKLOAD, best_size, finding, problem_of
 from hybridflow.planner.cost.costs import Costs
-from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import Mesh, sizes
 from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
 from hybridflow.planner.search.stages import undominated
@@ -77,10 +77,9 @@ def test_the_best_generation_size(size, t):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_devices_are_counted_by_node(counts, data):
-    device = cluster(1, 1).nodes[0].device
-    spec = ClusterSpec(tuple(NodeSpec(device, count, 1e11) for count in counts), 1e10)
+@given(st.integers(1, 6), st.integers(1, 5), st.data())
+def test_devices_are_counted_by_node(nodes, count, data):
+    spec = cluster(nodes, count)
     some = st.lists(st.integers(0, spec.size - 1), min_size=1, unique=True).map(sorted)
     near = st.tuples(st.integers(0, spec.size - 1), st.integers(0, spec.size - 1)).map(
         lambda ends: list(range(min(ends), max(ends) + 1))

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.errors import ConfigError
 from hybridflow.planner.cost.costs import Costs
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, Pin, Together
 from hybridflow.planner.describe.mesh import (
     Mesh,
@@ -22,7 +23,7 @@ from hybridflow.planner.describe.mesh import (
     sizes,
 )
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.search.all_devices import best_pair, similarity
+from hybridflow.planner.search.all_devices import best_pair, similarity, similarity_map
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import Evaluator, exact, mcmc, options_of, space_size
 from hybridflow.planner.search.planning import plan
@@ -176,13 +177,17 @@ def test_searches_keep_constraints():
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-def test_similar_layouts_are_found_as_in_the_full_grid(devices: int):
+def test_similar_layouts_are_found_as_in_the_full_grid(devices: int, monkeypatch: pytest.MonkeyPatch):
     problem, mesh = problem_of(grpo_of(LLAMA_7B, LLAMA_7B), cluster(1, devices, 2e11)), Mesh.of(0, devices)
-    found, grid = best_pair(problem, "actor", mesh), best_pair(problem, "actor", mesh, full=True)
+    priced, moved = list[str](), Costs.moved
+    monkeypatch.setattr(Costs, "moved", lambda *given: priced.append(given[1]) or moved(*given))
+    found, few = best_pair(problem, "actor", mesh), len(priced)
     assert found is not None
-    assert grid is not None
-    assert (found.train, found.generate, found.seconds) == (grid.train, grid.generate, grid.seconds)
-    assert found.priced < grid.priced == grid.grid
+    layouts = problem.strategies("actor", mesh)
+    pins = [Pin("actor", parallel=train, generate=generate) for train in layouts for generate in layouts]
+    grid = [pair for pin in pins if (pair := best_pair(problem.keeping(pin), "actor", mesh)) is not None]
+    assert found == min(grid, key=lambda pair: pair.seconds)
+    assert few < len(grid)
 
 
 def test_similarity_is_the_share_that_a_device_holds():
@@ -212,29 +217,28 @@ def test_meshes_are_slices_of_a_node_or_runs_of_nodes():
 def test_a_search_by_similarity_finds_what_auto_mapping_finds_with_all_groups_together():
     graph, work = grpo_of(LLAMA_7B), Workload(rows=512, prompt=512, response=512)
     alone = [Together("actor", group) for group in graph.groups[1:]]
-    found = plan(graph, "a100:1x8", work, search="similarity")
-    mapped = plan(graph, "a100:1x8", work, alone, search="auto_mapping")
-    assert found.seconds == pytest.approx(mapped.seconds, rel=1e-9)
-    assert found.found_by == "similarity search"
-    assert {call.devices for call in found.calls.values()} == {tuple(range(8))}
+    costs = Costs(ClusterSpec.of("a100:1x8"), graph, work)
+    found, mapped = similarity_map(costs), auto_map(costs.keeping(*alone))
+    assert found is not None
+    assert mapped is not None
+    seconds = [costs.timeline(each).per_iteration for each in (found, mapped.plan)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+    assert {call.mesh for call in found.values()} == {Mesh.of(0, 8)}
 
 
-def test_a_search_by_similarity_is_refused_where_groups_cannot_share_all_devices():
+def test_a_search_by_similarity_finds_nothing_where_groups_cannot_share_all_devices():
     work = Workload(rows=64, prompt=64, response=64)
+    costs = Costs(ClusterSpec.of("a100:1x4"), grpo_of(SMALL), work)
     for constraint in (Apart("actor", "reference"), Cap("actor", 2), Pin("reference", (0, 1))):
-        with pytest.raises(PlacementError, match="all 4 devices"):
-            plan(grpo_of(SMALL), "a100:1x4", work, [constraint], search="similarity")
-    frozen = replace(grpo_of(SMALL), trained=frozenset())
-    with pytest.raises(PlacementError, match="trains and generates"):
-        plan(frozen, "a100:1x4", work, search="similarity")
-    with pytest.raises(ConfigError, match="Did you mean 'similarity'"):
-        plan(grpo_of(SMALL), "a100:1x4", work, search="similarty")  # type: ignore[arg-type]
+        assert similarity_map(costs.keeping(constraint)) is None
+    assert similarity_map(Costs(costs.cluster, replace(costs.graph, trained=frozenset()), work)) is None
+    with pytest.raises(ConfigError, match="Did you mean 'heuristic'"):
+        plan(grpo_of(SMALL), "a100:1x4", work, search="heuristc")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("search", ["exact", "mcmc"])
-def test_one_search_can_be_asked_for(search):
+def test_one_search_can_be_asked_for():
     work = Workload(rows=64, prompt=64, response=64)
-    every, one = (plan(grpo_of(SMALL), "a100:1x1", work, search=name, budget_s=2) for name in ("auto", search))
+    every, one = (plan(grpo_of(SMALL), "a100:1x1", work, search=name, budget_s=2) for name in ("auto", "mcmc"))
     assert one.seconds == pytest.approx(every.seconds, rel=1e-6)
 
 
@@ -242,13 +246,16 @@ def test_updates_that_run_together_are_worth_layouts_of_their_own():
     """Devices without fast links train in pipelines: two updates in one layout fill each other's bubbles."""
     graph = ppo_of(LLAMA_7B, replace(LLAMA_7B, head="value"))
     work = Workload(rows=64, prompt=512, response=512, minibatches=4)
-    alone = plan(graph, "a100:8x1", work, search="similarity")
-    shared = plan(graph, "a100:8x1", replace(work, time_sharing=True), search="similarity")
-    first, second = (shared.calls[name] for name in ("critic.update_critic", "actor.update_actor"))
-    assert first.sizes == second.sizes
-    assert first.sizes[0] > 1
-    assert shared.seconds < alone.seconds
-    assert second.seconds < 0.5 * first.seconds  # of the second, what the first's bubbles have no room for
+    spec, names = ClusterSpec.of("a100:8x1"), ("critic.update_critic", "actor.update_actor")
+    apart, costs = Costs(spec, graph, work), Costs(spec, graph, replace(work, time_sharing=True))
+    alone, shared = similarity_map(apart), similarity_map(costs)
+    assert alone is not None
+    assert shared is not None
+    assert shared[names[0]] == shared[names[1]]
+    assert shared[names[0]].parallel.p > 1
+    shared_seconds, took = costs.timeline(shared).per_iteration, costs.seconds(shared)
+    assert shared_seconds < apart.timeline(alone).per_iteration
+    assert took[names[1]] < 0.5 * took[names[0]]  # of the second, what the first's bubbles have no room for
     auto = plan(graph, "a100:8x1", replace(work, time_sharing=True), per_call=False)
-    assert auto.seconds <= shared.seconds  # the fastest without shared stages takes 18.2 s, this 17.9 s
+    assert auto.seconds <= shared_seconds  # the fastest without shared stages takes 18.2 s, this 17.9 s
     assert auto.calls["critic.update_critic"].sizes == auto.calls["actor.update_actor"].sizes

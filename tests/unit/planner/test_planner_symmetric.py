@@ -81,7 +81,7 @@ def waves(costs: Costs, plan: ExecutionPlan) -> int:
 
 def test_an_answer_says_how_much_faster_it_is(tmp_path: Path):
     """34B actor, 7B critic: in the text, the explanation, the fields and the saved file."""
-    found = plan(ppo_of(LLAMA_34B, LLAMA_7B), "a100:4x8", WORK, search="auto_mapping")
+    found = plan(ppo_of(LLAMA_34B, LLAMA_7B), "a100:4x8", WORK, per_call=False)
     assert found.heuristic is not None
     assert found.symmetric is not None
     assert found.faster == {
@@ -113,7 +113,7 @@ def test_the_heuristic_can_be_asked_for():
 
 
 def test_where_no_symmetric_plan_can_be_it_says_so():
-    apart = plan(ppo_of(SMALL, SMALL), "a100:1x4", WORK, [Apart("actor", "critic")], search="auto_mapping")
+    apart = plan(ppo_of(SMALL, SMALL), "a100:1x4", WORK, [Apart("actor", "critic")], per_call=False)
     assert "No symmetric plan (all groups on all devices, cut alike): against Apart(actor, critic)." in repr(apart)
     assert apart.faster == {"heuristic": None, "symmetric": None}
     tight = Costs(ClusterSpec.of("a100:1x2"), ppo_of(LLAMA_70B, LLAMA_70B), WORK)

@@ -236,7 +236,7 @@ def test_columns_between_groups_take_their_bytes(small: Path):
     near, far = (Mesh.of(0, 8), Mesh.of(8, 8))
     at = {call.name: CallPlan(near, Parallel(d=8)) for call in costs.calls}
     moved = at | {REF: CallPlan(far, Parallel(d=8))}
-    host, network = costs.cluster.device(0).host, costs.cluster.bandwidth * costs.coefficients.network
+    host, network = costs.cluster.node.device.host, costs.cluster.bandwidth * costs.coefficients.network
     nbytes = 1000 * 1000 * (8 + 8) + 1000 * sum(graph.widths[name].row for name in ROWS_ONLY & {*graph.call(REF).reads})
     bare = Costs(costs.cluster, replace(graph, widths={}), work)
     for plans, rate in ((at, host), (moved, network)):
