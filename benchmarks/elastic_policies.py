@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.clairvoyant import Search, lower_bound
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic.gain import POLICIES
+from hybridflow.planner.elastic.policies import POLICIES
 from hybridflow.planner.elastic.simulation import ElasticRun, best_static, drawn_lengths, simulate_elastic, start_of
 from hybridflow.planner.elastic.state import Speeds
 

@@ -5,7 +5,7 @@ constraints. `cost` prices them in seconds and bytes: read `costs` first, then `
 `reallocation_cost` and `timeline`. `search` finds the placement: `planning` is the entry; `auto_mapping` (HybridFlow)
 places groups by the cost of `stages`, `call_search` (ReaL) places calls, `all_devices` (PUZZLE, and
 symmetric plans) cuts groups that share all devices. `explain` says what does not fit, and what lost; `loops` prices the
-workload as another loop. On their own: `stream_simulation`, loops whose generation runs ahead of training by the rules
+workload as other loops. On their own: `stream_simulation`, loops whose generation runs ahead of training by the rules
 of `admission`; `elastic`, devices that move between both; `pipeline`, schedules; `checkpoint_interval`."""
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, No
 from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.elastic.gain import gain
-from hybridflow.planner.elastic.policies import lend, rlinf, static, valid_sizes
-from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
+from hybridflow.planner.elastic.policies import gain, lend, rlinf, static, valid_sizes
 from hybridflow.planner.elastic.simulation import ElasticRun, SimulatedIterations, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import (
     Allocate,
@@ -39,6 +37,7 @@ from hybridflow.planner.elastic.state import (
     State,
     Wait,
 )
+from hybridflow.planner.loops import ElasticPlan, plan_elastic
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.stream_simulation import (
     DecodingSpeed,

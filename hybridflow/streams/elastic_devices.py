@@ -23,7 +23,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy, is_strategy
 from hybridflow.driver import check_group, move_state
 from hybridflow.errors import ConfigError, HostLostError, HybridFlowError, PlacementError, add_outcome
-from hybridflow.planner.elastic.gain import POLICIES
+from hybridflow.planner.elastic.policies import POLICIES
 from hybridflow.planner.elastic.simulation import Measured
 from hybridflow.planner.elastic.state import Component, Policy, State, Switch
 from hybridflow.settings import require

@@ -20,7 +20,7 @@ from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Constraint, OneLayout
 from hybridflow.planner.describe.workload import Lengths, Workload
-from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
+from hybridflow.planner.loops import ElasticPlan, plan_elastic
 from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.planning import LEAST, Search, plan
 from hybridflow.tracing.trace import ModelSource, Trace, trace_driver

@@ -14,8 +14,7 @@ import pytest
 import hybridflow as hf
 from hybridflow.config import Until
 from hybridflow.errors import ConfigError, WorkerError
-from hybridflow.planner.elastic.gain import gain
-from hybridflow.planner.elastic.policies import grow_actor, lend_actor, released_rollouts, return_actor
+from hybridflow.planner.elastic.policies import gain, grow_actor, lend_actor, released_rollouts, return_actor
 from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State, applied
 from hybridflow.streams.elastic_devices import POLICIES, GroupSizes
 from hybridflow.streams.replica_calls import ReplicaCalls
@@ -61,8 +60,6 @@ def moving(seed: int) -> Policy:
     random = Random(seed)
 
     def policy(state: State) -> list[Action]:
-        if state.done == state.minibatches:
-            return [Finalize()]
         if state.event == "start":
             return lend_actor(state) if random.random() < 0.7 else []
         if not state.actor.instances:
@@ -83,8 +80,6 @@ def moving(seed: int) -> Policy:
 
 def early(state: State) -> list[Action]:
     """Lent devices return as soon as a row has finished, while almost all others run."""
-    if state.done == state.minibatches:
-        return [Finalize()]
     if state.event == "start":
         return lend_actor(state)
     return [] if state.actor.instances else return_actor(state)
@@ -178,8 +173,6 @@ def test_rows_are_those_of_the_static_placement(
 
 def shuffling(state: State) -> list[Action]:
     """Groups move, and no device does."""
-    if state.done == state.minibatches:
-        return [Finalize()]
     if state.event == "start" or not (groups := state.running.get(state.rollout.ids.start)):
         return []
     return [Migrate({group.group: state.rollout.ids[-1] for group in groups})]

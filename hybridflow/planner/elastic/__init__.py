@@ -1,1 +1,1 @@
-"""Devices move inside an iteration: `state` (read first), `transitions`, `policies`, `gain`; their `simulation`."""
+"""Devices move inside an iteration: `state` (read first), `policies`, and their `simulation`."""

@@ -91,7 +91,7 @@ class State:
     `running` has the unfinished groups of each rollout instance. Of the run so far, oldest first: `lengths`, the
     response lengths in ascending order; `switches`, the seconds of the latest switches; `iterations`, whether devices
     moved in the latest iterations, and their seconds per token. `seconds`: since the start of the iteration. At "start"
-    no group has been submitted: `transitions.applied` spreads them over the instances then."""
+    no group has been submitted: `applied` spreads them over the instances then."""
 
     event: Event
     devices: int
@@ -121,6 +121,10 @@ class State:
     def placement(self) -> dict[str, int]:
         """Instances of each component."""
         return {name: getattr(self, name).instances for name in _NAMES}
+
+    @property
+    def split(self) -> DeviceSplit:
+        return DeviceSplit(self.rollout.instances, self.actor.instances)
 
     @property
     def running_rows(self) -> int:

@@ -15,7 +15,7 @@ from benchmarks.clairvoyant import Search, lower_bound, thinned
 from hybridflow.planner import DecodingSpeed
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulation import ElasticSimulation
-from hybridflow.planner.elastic.state import Action, Finalize, Speeds, State
+from hybridflow.planner.elastic.state import Action, Speeds, State
 from tests.example_iterations import static_state
 
 DECODING = DecodingSpeed(base=0.01, per_row=1e-3, prefill=1e-4)
@@ -43,8 +43,6 @@ def of_all_schedules(begun: State, lengths: Sequence[int]) -> float:
     there: list[int] = []  # how many choices each look had
 
     def policy(state: State) -> Sequence[Action]:
-        if state.done == state.minibatches:
-            return [Finalize()]
         if state.training:
             return []
         choices = list(clairvoyant.choices(state, lengths, splits))

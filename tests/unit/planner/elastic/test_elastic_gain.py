@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hybridflow.planner import ClusterSpec, DecodingSpeed, ResponseLengths, Workload, plan_elastic, static
-from hybridflow.planner.elastic.gain import SeenLengths, gain
+from hybridflow.planner.elastic.policies import SeenLengths, gain
 from hybridflow.planner.elastic.simulation import ElasticRun, simulate_elastic
 from hybridflow.planner.elastic.state import Speeds
 from tests.example_plans import LLAMA_7B, grpo_of

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.elastic.gain import gain, pays
+from hybridflow.planner.elastic.policies import gain, pays
 from hybridflow.planner.elastic.simulation import ElasticRun, Measured, best_static, fitted, measured_split, start_of
 from hybridflow.planner.elastic.state import Speeds
 from hybridflow.planner.stream_simulation import DecodingSpeed

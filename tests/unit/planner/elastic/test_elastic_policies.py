@@ -103,7 +103,7 @@ def test_rlinf_waits_for_all_rows_before_the_last_minibatch():
     assert (after.finished, after.ready, after.running_rows) == (16, 2, 0)
     stays = rlinf(wait_before_last=False)(state)
     assert stays == [Migrate({0: 3}), Release("rollout", 2), Allocate("actor", 4)]
-    assert rlinf()(at("minibatch", {}, done=4, rollout=0, actor=8)) == [Finalize()]
+    assert decide(rlinf(), at("minibatch", {}, done=4, rollout=0, actor=8)) == ((Finalize(),), None)
 
 
 def test_rlinf_releases_inference_that_has_waited():

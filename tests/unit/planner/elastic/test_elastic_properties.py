@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.clairvoyant import Search, lower_bound
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic.gain import balanced, gain
-from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
+from hybridflow.planner.elastic.policies import balanced, decide, gain, lend, released_rollouts, rlinf, static
 from hybridflow.planner.elastic.simulation import (
     ElasticRun,
     ElasticSimulation,
@@ -102,8 +101,6 @@ def anything(random: Random, state: State) -> list[Any]:
 
 def some_move(random: Random, state: State) -> list[Action]:
     """Devices move between rollouts and the actor."""
-    if state.done == state.minibatches:
-        return [Finalize()]
     count = random.randint(0 if not state.running_rows else 1, state.rollout.most)
     own = state.inference.instances * state.inference.devices
     room = (state.rollout.most - count) * state.rollout.devices if count else state.devices - own
@@ -227,8 +224,6 @@ def test_the_static_iteration_is_the_computed_one():
 
 def test_a_migration_pays_for_the_hand_over_and_its_keys_and_values():
     def policy(state: State) -> list[Action]:
-        if state.done == state.minibatches:
-            return [Finalize()]
         return released_rollouts(state, 1) if state.finished and state.rollout.instances == 2 else []
 
     speeds = replace(SPEEDS, decoding=DecodingSpeed(base=1.0, per_row=0.0, prefill=0.1))
