@@ -2,11 +2,11 @@
 
 `describe` has the inputs: cluster, workload, the calls of an iteration, sizes of models, meshes, the user's
 constraints. `cost` prices them in seconds and bytes: read `costs` first, then `call_cost`, `device_memory`,
-`reallocation_cost` and `timeline`. `search` finds the placement: `planning` is the entry; `auto_mapping` (HybridFlow)
-places groups by the cost of `stages`, `call_search` (ReaL) places calls, `all_devices` (PUZZLE, and
-symmetric plans) cuts groups that share all devices. `explain` says what does not fit, and what lost; `loops` prices the
-workload as other loops. On their own: `stream_simulation`, loops whose generation runs ahead of training by the rules
-of `admission`; `elastic`, devices that move between both; `pipeline`, schedules; `checkpoint_interval`."""
+`reallocation_cost` and `timeline`. `search` finds the placement: `planning` is the entry, and says what does not fit;
+`auto_mapping` (HybridFlow) places groups by the cost of `stages`, `call_search` (ReaL) places calls, `all_devices`
+(PUZZLE, and symmetric plans) cuts groups that share all devices. `loops` prices the workload as other loops. On their
+own: `stream_simulation`, loops whose generation runs ahead of training by the rules of `admission`; `elastic`, devices
+that move between both; `pipeline`, schedules; `checkpoint_interval`."""
 
 from __future__ import annotations
 

@@ -11,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import PlacementError
-from hybridflow.planner import explain
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.explain import grown, infeasibility_report
+from hybridflow.planner.search import planning
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import exact, mcmc
 from hybridflow.planner.search.deadline import Deadline
-from hybridflow.planner.search.planning import plan
+from hybridflow.planner.search.planning import grown, infeasibility_report, plan
 from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of, stage_choices
 
 GRAPH = grpo_of(SMALL, LARGE)
@@ -102,7 +101,7 @@ def problems(draw) -> Costs:
 def test_auto_mapping_equals_brute_force_under_any_constraints(problem: Costs):
     found, best = auto_map(problem), by_force(problem)
     assert (found.seconds if found else math.inf) == pytest.approx(best, rel=1e-9)
-    assert explain.fits(problem) or found is None
+    assert planning.fits(problem) or found is None
     if found:
         assert fits(problem, found.plan)
         assert obeys(problem, found.plan)
