@@ -1,4 +1,4 @@
-"""Planning: from a graph, a cluster and a workload to the best placement found, or to why there is none. Pure.
+"""Planning: from a graph, a cluster and a workload to the best placement found, or to what does not fit. Pure.
 
 HybridFlow's algorithm 1 (auto-mapping) finds the devices and one layout of every group. From there calls of a group get
 layouts of their own where that is faster (ReaL): by trying all of them where there are few, else by random changes that
