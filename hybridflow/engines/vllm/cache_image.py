@@ -51,7 +51,7 @@ class CachePricing:
 
 def _device_spec(device: torch.device) -> DeviceSpec:
     if device.type != "cuda":
-        return ClusterSpec.this_machine(1).device(0)
+        return ClusterSpec.this_machine(1).node.device
     if (spec := DEVICES.get(known_device(name := torch.cuda.get_device_name(device)))) is None:
         raise ConfigError(
             f'VLLM(kv="auto"): the planner has no constants for the device {name!r}, only for {", ".join(DEVICES)}: it '
