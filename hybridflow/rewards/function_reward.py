@@ -24,7 +24,7 @@ from hybridflow.rewards.function_adapters import (
     name_of,
     place_of,
 )
-from hybridflow.rewards.process_pool import UNSENT, Outcome
+from hybridflow.rewards.process_pool import UNSENT
 
 Level = Literal["sample", "token"]
 Columns = Mapping[str, Column | Sequence[Any]]
@@ -184,15 +184,14 @@ class Chunk(NamedTuple):
         detail = f": {detail}" if detail else ""
         return self.reward.error(f"{head} {rows}{detail}. Fix the function, or {go_on}")
 
-    def taken(self, outcome: Outcome, raising: bool) -> list[Answer] | None:
-        """The answers of the chunk's rows; None where each row has to be called alone.
+    def taken(self, values: Any, raising: bool) -> list[Answer] | None:
+        """The answers of the chunk's rows, from what its call has returned; None where each row has to be called alone.
 
         A chunk that fails is repeated row by row unless its function takes whole batches, and so are async rows, which
         run together, when one of them blocks all others; but not in this process (where the error is known) while
         `raising`, nor where the call was late, since each row could take as long again. Errors: RewardError for wrong
         answers, and for rows that cannot be judged while `raising`.
         """
-        values = outcome.value if outcome.ok else Breakdown(str(outcome.failure))
         if not isinstance(values, RowFailure):
             answers = self.reward.accepted(values, self.table, self.at)
         elif (
@@ -201,12 +200,12 @@ class Chunk(NamedTuple):
             and not (values.error and (raising or isinstance(values.error, LateCallError)))
         ):
             return None
-        elif (outcome.failure or "").startswith(UNSENT):
-            raise self.reward.error(f"{outcome.failure} at row {self.table.rows[self.at[0]]}.")
+        elif values.reason.startswith(UNSENT):
+            raise self.reward.error(f"{values.reason} at row {self.table.rows[self.at[0]]}.")
         elif raising:
             raise self.failed(values) from values.error
         else:
-            answers = [values] * len(self.at)
+            answers: list[Answer] = [values] * len(self.at)
         for row, answer in zip(self.at, answers, strict=True):
             if raising and isinstance(answer, RowFailure):
                 raise self._replace(at=[row]).failed(answer) from answer.error

@@ -33,7 +33,7 @@ from hybridflow.rewards.function_reward import (
     Table,
     Value,
 )
-from hybridflow.rewards.process_pool import NOT_BEGUN, Outcome, ProcessPool, pickled
+from hybridflow.rewards.process_pool import NOT_BEGUN, ProcessPool, pickled
 from hybridflow.settings import is_number, require
 
 Function = Callable[..., Any]
@@ -119,7 +119,7 @@ class Functions:
         self.workers = max(workers, 0 if timeout is None else 1)
         self._seconds = PATIENCE if timeout is None else float(timeout)
         self._caller = partial(scores_of, tuple(reward.bound for reward in self.rewards), self._seconds)
-        self._pool = ProcessPool(self._caller, self.workers, seconds=self._seconds) if self.workers else None
+        self._pool = ProcessPool(self._caller, self.workers) if self.workers else None
         self._checked = False
 
     @property
@@ -183,16 +183,16 @@ class Functions:
                 yield Chunk(reward, table, own[start : start + size])
 
     def _judged(
-        self, rows: int, chunks: Sequence[Chunk], run: Callable[[Sequence[Chunk]], Iterable[Outcome]]
+        self, rows: int, chunks: Sequence[Chunk], run: Callable[[Sequence[Chunk]], Iterable[Any]]
     ) -> list[list[Answer]]:
         """Every function's answers for all rows."""
         found: dict[FunctionReward, list[Answer]] = {reward: [{VALUE: None}] * rows for reward in self.rewards}
         while chunks:
             again: list[Chunk] = []
-            for chunk, outcome in zip(chunks, run(chunks), strict=True):
-                if outcome.failure == NOT_BEGUN:
+            for chunk, values in zip(chunks, run(chunks), strict=True):
+                if values is NOT_BEGUN:
                     again.append(chunk)
-                elif (answers := chunk.taken(outcome, self.on_failure == "raise")) is None:
+                elif (answers := chunk.taken(values, self.on_failure == "raise")) is None:
                     again += [chunk._replace(at=[row]) for row in chunk.at]
                 else:
                     for row, answer in zip(chunk.at, answers, strict=True):
@@ -200,21 +200,22 @@ class Functions:
             chunks = again
         return [*found.values()]
 
-    def _run_here(self, limit: CallLimit, chunks: Sequence[Chunk]) -> Iterator[Outcome]:
+    def _run_here(self, limit: CallLimit, chunks: Sequence[Chunk]) -> Iterator[Any]:
         """Runs the chunks in this process, lazily."""
         for chunk in chunks:
             seconds = (
                 math.inf if chunk.reward.bound.limits_itself else self._seconds + (GRACE if chunk.together else 0.0)
             )
-            yield Outcome(limit.run(partial(self._caller, *self._call(chunk)), seconds))
+            yield limit.run(partial(self._caller, *self._call(chunk)), seconds)
 
-    def _run_in_workers(self, chunks: Sequence[Chunk]) -> list[Outcome]:
+    def _run_in_workers(self, chunks: Sequence[Chunk]) -> list[Any]:
         """With on_failure="raise" nothing is begun after a failure."""
         seconds = [self._seconds + (min(GRACE, self._seconds) if chunk.together else 0.0) for chunk in chunks]
         assert self._pool is not None
         try:
-            calls = [(self._call(chunk), {}) for chunk in chunks]
-            return self._pool.map(calls, seconds=seconds, failures=1 if self.on_failure == "raise" else None)
+            return self._pool.map(
+                [*map(self._call, chunks)], seconds, failures=1 if self.on_failure == "raise" else None
+            )
         except RewardError as error:
             names = ", ".join(reward.name for reward in self.rewards)
             raise RewardError(f"reward functions {names}: {error}") from error
