@@ -31,7 +31,7 @@ from hybridflow.environments.trajectory import GREEDY, Acted, Trajectory
 from hybridflow.environments.turn_images import TurnImages
 from hybridflow.errors import ConfigError, HybridFlowError, nearest
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
-from hybridflow.rewards.process_pool import pickled
+from hybridflow.rewards.limited_calls import pickled
 
 _TOGETHER = (1 << 30, 32, 4, 1)
 """The most trajectories in one process, by the number of processes that died with them."""

@@ -23,7 +23,7 @@ import pytest
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.function_adapters import Breakdown
-from hybridflow.rewards.process_pool import ProcessPool
+from hybridflow.rewards.limited_calls import ProcessPool
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -238,7 +238,7 @@ def test_workers_end_with_the_process_that_started_them(ending):
     last = "children.map([()], [300])" if ending == "kill" else ""
     program = (
         "import ctypes, os\n"
-        "from hybridflow.rewards.process_pool import ProcessPool\n"
+        "from hybridflow.rewards.limited_calls import ProcessPool\n"
         "children = ProcessPool(lambda *a: os.getpid() if a else ctypes.PyDLL(None).sleep(600), 2)\n"
         "children.map([(1,), (2,)], [300, 300])\n"
         f"print('started', flush=True)\n{last}\n"

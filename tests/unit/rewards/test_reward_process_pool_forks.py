@@ -17,7 +17,7 @@ import torch
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import RowFailure
 from hybridflow.rewards.function_adapters import Breakdown
-from hybridflow.rewards.process_pool import ProcessPool, plain
+from hybridflow.rewards.limited_calls import ProcessPool, plain
 
 
 def answers(pool, calls, seconds=20.0):

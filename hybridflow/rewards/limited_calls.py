@@ -1,4 +1,4 @@
-"""ProcessPool: worker processes that run a function, each call with a limit of time and memory.
+"""Calls of functions with a limit of time each: in worker processes (ProcessPool), or in this one (CallLimit).
 
 Libraries' pools were measured first: in pebble 5.2.3 one worker that dies can fail the calls of others (its workers
 share one pipe and its locks), and multiprocessing's "spawn" and "forkserver" run the user's main module again.
@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -19,7 +20,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import cloudpickle
 
@@ -196,3 +198,69 @@ def pickled(function: Any, name: str, otherwise: str = "") -> bytes:
             f"{name} cannot be sent to a worker process ({type(error).__name__}: {error}). Let it make what it needs "
             f"when it is called{otherwise}."
         ) from error
+
+
+class LateCallError(BaseException):
+    """Raised inside a call that is late for `limit`; no `except Exception` of the function may stop it."""
+
+    def __init__(self, limit: object) -> None:
+        super().__init__()
+        self.limit = limit
+
+
+class CallLimit:
+    """Interrupts late calls in this process, by a signal, and again every second; tells interrupts by the user apart.
+
+    Without effect off the main thread, the only one that Python interrupts, and while a C function runs.
+    """
+
+    def __init__(self) -> None:
+        self._due, self._over, self._stopped = math.inf, threading.Event(), False
+        self._watching = threading.Thread(target=self._watch, name="reward-limit", daemon=True)
+        self._main = threading.current_thread() is threading.main_thread()
+
+    def run(self, call: Callable[[], Any], seconds: float) -> Any:
+        """The call's return value, or a Breakdown if it took over `seconds`."""
+        try:
+            try:
+                self._due = time.monotonic() + seconds
+                return call()
+            finally:
+                self._due = math.inf
+        except LateCallError as error:
+            if error.limit is not self:
+                raise
+            return Breakdown(f"took longer than {seconds:g} s (timeout= sets another limit)", error)
+        except KeyboardInterrupt as error:
+            if self._stopped:
+                raise
+            return Breakdown(reason_of(error), error)  # the function's own
+
+    def __enter__(self) -> Self:
+        if self._main:
+            ours = (signal.SIGVTALRM, *([signal.SIGINT] if callable(signal.getsignal(signal.SIGINT)) else []))
+            self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in ours}
+            self._watching.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            self._over.set()
+            self._watching.join()
+            for number, before in self._before.items():
+                signal.signal(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._stopped |= number == signal.SIGINT
+        if number == signal.SIGVTALRM and time.monotonic() >= self._due:
+            raise LateCallError(self)
+        if callable(before := self._before[number]):  # of the user, or of a limit around this one
+            before(number, frame)
+
+    def _watch(self) -> None:
+        pause = 0.0
+        while not self._over.wait(pause):
+            pause = min(1.0, self._due - time.monotonic())
+            if pause <= 0:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
+                pause = 1.0
