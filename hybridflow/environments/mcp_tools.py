@@ -1,95 +1,17 @@
-"""Environments and tools of servers: OpenEnv's (`reset(**row)`, `step(text)`, as any environment), and functions that
-the model calls of MCP's (https://modelcontextprotocol.io)."""
+"""Tools of an MCP server, as functions that the model calls (https://modelcontextprotocol.io)."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import json
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
-from hybridflow.environments.acting import LARGEST_TEXT, EnvironmentCallError
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.function_adapters import run_async
 
-_REACHING, _STARTING = 10.0, 60.0  # seconds in which a server must answer, on the driver: OpenEnv's, and MCP's
-
-
-class OpenEnvGame:
-    """One episode of an OpenEnv server, over its WebSocket, where a connection is an episode (the messages are those of
-    openenv-core 0.3, which is not needed here)."""
-
-    def __init__(self, url: str, action: str, observation: str | None) -> None:
-        self._url, self._action, self._observation = url, action, observation
-        self._session: Any = None
-
-    async def reset(self, **row: Any) -> str:
-        import aiohttp
-
-        self._session = aiohttp.ClientSession()
-        try:
-            self._socket = await self._session.ws_connect(self._url, max_msg_size=16 * LARGEST_TEXT)
-        except aiohttp.ClientError as error:
-            raise EnvironmentCallError(f"the OpenEnv server at {self._url} cannot be reached: {error}") from None
-        seed = row.get("seed", row.get("row_id"))
-        found = await self._ask("reset", {} if seed is None else {"seed": int(seed)})
-        return self._seen(found)
-
-    async def step(self, text: str) -> tuple[str, float, bool]:
-        found = await self._ask("step", {self._action: text})
-        return self._seen(found), found.get("reward") or 0.0, bool(found.get("done"))
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def _ask(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        await self._socket.send_json({"type": what, "data": data})
-        told = await self._socket.receive()
-        try:
-            answer = json.loads(told.data)
-            kind, found = answer["type"], answer["data"]
-        except (TypeError, ValueError, KeyError):
-            raise EnvironmentCallError(
-                f"the OpenEnv server at {self._url} answered {what} with {str(told.data)[:200]!r} ({told.type.name})"
-            ) from None
-        if kind != "observation":
-            raise EnvironmentCallError(f"the OpenEnv server at {self._url} answered {what}: {json.dumps(found)[:500]}")
-        return found
-
-    def _seen(self, found: Mapping[str, Any]) -> str:
-        whole = found.get("observation")
-        if self._observation is None:
-            return whole if isinstance(whole, str) else json.dumps(whole)
-        if not isinstance(whole, Mapping) or self._observation not in whole:
-            raise EnvironmentCallError(
-                f"the OpenEnv server at {self._url} has no field {self._observation!r} in its observation {whole!r}"
-            )
-        return str(whole[self._observation])
-
-
-def openenv(url: str, *, action: str = "message", observation: str | None = None) -> Callable[[], Any]:
-    """An environment of the OpenEnv server at `url`, such as "http://127.0.0.1:8000".
-
-    What the model says is the field `action` of the server's actions. It sees the field `observation` of the
-    observations; None: all of them, as JSON. The row's column `seed` (otherwise `row_id`) seeds the episode.
-    Errors: ConfigError when no server is at `url`.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
-        raise ConfigError(f'environments.openenv({url!r}): give a URL, such as "http://127.0.0.1:8000".')
-    secure = parts.scheme in ("https", "wss")
-    try:
-        socket.create_connection((parts.hostname, parts.port or (443 if secure else 80)), _REACHING).close()
-    except OSError as error:
-        raise ConfigError(f"environments.openenv({url!r}): no server answers there ({error}). Start it.") from None
-    scheme = "wss" if secure else "ws"
-    return partial(OpenEnvGame, f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws", action, observation)
+_STARTING = 60.0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Environments and tools of servers, to their ends, in the processes that run agents."""
+"""Environments of real packages, to their ends, in the processes that run agents."""
 
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,6 +22,30 @@ from hybridflow.errors import ConfigError
 from tests.session_runs import call, run
 
 OPENENV = os.environ.get("OPENENV_PYTHON", "")
+QUIZ = """
+import gymnasium
+
+
+class Quiz(gymnasium.Env):
+    observation_space = gymnasium.spaces.Text(100)
+    action_space = gymnasium.spaces.Text(100)
+
+    def __init__(self, most=10):
+        self.most = most
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number, self.left = int(self.np_random.integers(self.most)), 3
+        return f"Say {self.number}.", {}
+
+    def step(self, action):
+        self.left -= 1
+        right = action == str(self.number)
+        return "No.", float(right), right, self.left == 0, {}
+
+
+gymnasium.register("Quiz-v0", Quiz)
+"""
 SERVER = '''
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -78,6 +103,65 @@ class Echo(Environment):
 
 uvicorn.run(create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="warning")
 """
+
+
+def test_gymnasium(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "quiz_of_a_test.py").write_text(QUIZ)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    made = environments.gymnasium("quiz_of_a_test:Quiz-v0", most=1000)
+    asked = []
+
+    def says(row, turn, heard):
+        asked.append(re.findall(r"Say (\d+)\.", heard)[0])
+        return asked[-1] if row["row_id"] < 2 else "pass"
+
+    rows = [{"row_id": 1}, {"row_id": 1}, {"row_id": 2}]
+    found = run(EnvironmentLoop(made, 5), checkpoint, rows, says)
+    assert [(one.failure, one.ending.reward, one.trajectory.turns) for one in found] == [
+        (None, 1.0, 1), (None, 1.0, 1), (None, 0.0, 3),
+    ]  # fmt: skip
+    assert sorted(asked.count(one) for one in set(asked)) == [2, 3]  # one row_id, one game
+
+
+def test_textarena(checkpoint):
+    def says(row, turn, heard):
+        low, high = 1, 20
+        for guess, hint in re.findall(r"\[(\d+)\]<\|im_end\|>\n<\|im_start\|>user\nThe target number is (\w+)", heard):
+            low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
+        return f"[{(low + high) // 2}]"
+
+    rows = [{"row_id": number} for number in (1, 1, 2, 3)]
+    found = run(EnvironmentLoop(environments.textarena("GuessTheNumber-v0"), 10), checkpoint, rows, says)
+    assert [(one.failure, one.ending.stop, one.ending.reward) for one in found] == [(None, "done", 1.0)] * 4
+    assert found[0].trajectory.rows[0].token_ids == found[1].trajectory.rows[0].token_ids
+
+
+@pytest.mark.slow
+def test_reasoning_gym(checkpoint):
+    import reasoning_gym
+
+    made = environments.reasoning_gym("basic_arithmetic", min_terms=2, max_terms=2)
+    tasks = [reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=s, min_terms=2, max_terms=2) for s in (4, 5)]
+
+    def says(row, turn, heard):
+        task = tasks[row["seed"] - 4][0]
+        assert task["question"] in heard
+        return f"So <answer>{task['answer']}</answer>" if row["seed"] == 4 else "no idea"
+
+    right, wrong = run(EnvironmentLoop(made, 3), checkpoint, [{"seed": 4}, {"seed": 5}], says)
+    assert (right.failure, right.ending.stop, right.ending.reward) == (None, "done", 1.0)
+    assert wrong.ending.reward is not None
+    assert wrong.ending.reward < 0.1
+
+
+def test_skyrl_gym(checkpoint):
+    rows = [{"prompt": "2 + 2?", "reward_spec": {"ground_truth": answer}} for answer in ("4", "5")]
+    found = run(EnvironmentLoop(environments.skyrl_gym("gsm8k"), 3), checkpoint, rows, lambda *_: "#### 4")
+    assert [(one.failure, one.ending.stop, one.ending.reward) for one in found] == [
+        (None, "done", 1.0),
+        (None, "done", 0.0),
+    ]
 
 
 @pytest.mark.slow
@@ -209,3 +293,9 @@ def test_a_server_that_speaks_as_those_of_openenv(checkpoint):
 def test_an_openenv_server_that_is_not_there(url):
     with pytest.raises(ConfigError, match=r"environments\.openenv"):
         environments.openenv(url)
+
+
+def test_a_package_that_is_missing_is_said_before_groups_start(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package textarena is not installed"):
+        environments.textarena("GuessTheNumber-v0")
