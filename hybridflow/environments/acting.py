@@ -240,7 +240,7 @@ class EnvironmentLoop:
     @property
     def _functions(self) -> list[types.FunctionType]:
         """The functions that are the tools of its class."""
-        made = self.make
+        made = getattr(self.make, "environment", self.make)
         while isinstance(made, partial):
             made = made.func
         known = isinstance(made, type) and not hasattr(made, "step")

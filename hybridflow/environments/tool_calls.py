@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,3 +225,20 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(tool)
     except Exception as error:  # transformers raises several kinds for what it cannot read
         raise ConfigError(f"the tool {name} cannot be described to the model: {error} {_NEEDED}") from error
+
+
+def schema_from(name: str, doc: str, properties: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
+    """The schema of a function that is elsewhere: `properties` are its arguments' types, `doc` describes them.
+
+    Errors: ConfigError for an argument without a description.
+    """
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    description, arguments, _ = parse_google_format_docstring(doc)
+    lacking = [one for one in properties if one not in (arguments or {})]
+    if not description or lacking:
+        what = f"its docstring does not describe {', '.join(lacking)}." if lacking else "it has no docstring."
+        raise ConfigError(f"the tool {name} cannot be described to the model: {what} {_NEEDED}")
+    own = {one: {**kind, "description": (arguments or {})[one]} for one, kind in properties.items()}
+    parameters = {"type": "object", "properties": own, **({"required": list(required)} if required else {})}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy
 import pytest
 from aiohttp import web
 
@@ -299,3 +301,29 @@ def test_a_package_that_is_missing_is_said_before_groups_start(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the package textarena is not installed"):
         environments.textarena("GuessTheNumber-v0")
+    with pytest.raises(ConfigError, match="No module named 'no_package'"):
+        environments.process(sys.executable, "no_package:Game")
+
+
+def test_a_package_that_another_interpreter_lacks_is_said_before_groups_start(tmp_path):
+    venv.create(tmp_path, with_pip=False, symlinks=True)
+    with pytest.raises(ConfigError, match="No module named 'textarena'"):
+        environments.textarena("GuessTheNumber-v0", python=tmp_path / "bin" / "python")
+
+
+def test_a_package_in_another_interpreter(checkpoint, tmp_path):
+    """The other interpreter has the package by a path file, and none of ours."""
+    import gymnasium
+
+    venv.create(tmp_path, with_pip=False, symlinks=True, system_site_packages=True)
+    (site,) = tmp_path.glob("lib/python*/site-packages")
+    packages = {os.path.dirname(os.path.dirname(one.__file__)) for one in (gymnasium, numpy)}
+    (site / "games.pth").write_text("\n".join([*packages, str(tmp_path)]))
+    (tmp_path / "quiz_of_a_test.py").write_text(QUIZ)
+    made = environments.gymnasium("quiz_of_a_test:Quiz-v0", python=tmp_path / "bin" / "python", most=1000)
+
+    def says(row, turn, heard):
+        return re.findall(r"Say (\d+)\.", heard)[0]
+
+    (one,) = run(EnvironmentLoop(made, 5), checkpoint, [{"row_id": 1}], says)
+    assert (one.failure, one.ending.reward, one.trajectory.turns) == (None, 1.0, 1)
