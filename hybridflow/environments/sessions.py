@@ -66,7 +66,7 @@ class RecentProcesses:
 
 
 @dataclass(eq=False)
-class _Turn:
+class _Asked:
     """A turn that an agent asked for: `number` is its process's word for it, `seed` its draws. `row`: with what the
     model said, once it has, at a `temperature`. `used`: in this life of its trajectory."""
 
@@ -89,10 +89,10 @@ class _Session:
     seed: int
     attempts: int  # that are left after this one
     past: dict[int, list[int]] = field(default_factory=dict)  # tokens of the last turn with an index
-    said: list[_Turn] = field(default_factory=list)
+    said: list[_Asked] = field(default_factory=list)
     turns: int = 0  # asked for in this life
     deaths: int = 0
-    asked: dict[int, _Turn] = field(default_factory=dict)
+    asked: dict[int, _Asked] = field(default_factory=dict)
     process: _Process | None = None  # None while it waits for one
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class Sessions:
         self._processes: list[_Process] = []
         self._waiting: deque[_Session] = deque()
         self._sessions: dict[int, _Session] = {}  # of both
-        self._turns: dict[str, _Turn] = {}  # by the names of the rows under way
+        self._turns: dict[str, _Asked] = {}  # by the names of the rows under way
         self._done: list[str] = []
         self._looked = 0.0
         self.ended: dict[int, Acted] = {}
@@ -213,7 +213,7 @@ class Sessions:
         if self._template is None:
             self._given, self._images, self._template = self._begin()
             self._processes = [_Process(worker, 0) for worker in self._template.workers]
-        asked, ended = list[_Turn](), len(self.ended)
+        asked, ended = list[_Asked](), len(self.ended)
         self._place()
         due = time.monotonic() + seconds
         while self._processes:
@@ -246,7 +246,7 @@ class Sessions:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""
         self._refuse(self._turns.pop(row.name), why, full)
 
-    def _refuse(self, turn: _Turn, why: str, full: bool) -> None:
+    def _refuse(self, turn: _Asked, why: str, full: bool) -> None:
         if self._asking(turn):
             session = self._sessions[turn.key]
             del session.asked[turn.number]
@@ -257,12 +257,12 @@ class Sessions:
         found, self._done = self._done, []
         return [name for name in found if name not in self._turns]
 
-    def _asking(self, turn: _Turn) -> bool:
+    def _asking(self, turn: _Asked) -> bool:
         """Whether a process waits for this turn: it may have died since."""
         session = self._sessions.get(turn.key)
         return session is not None and session.asked.get(turn.number) is turn
 
-    def _row(self, turn: _Turn) -> Row | None:
+    def _row(self, turn: _Asked) -> Row | None:
         """The row to sample for a turn; None where its sampling is refused."""
         session = self._sessions[turn.key]
         try:
@@ -312,7 +312,7 @@ class Sessions:
             return self._processes[-1]
         return min(open_, key=lambda one: len(one.sessions), default=None)
 
-    def _step(self, seconds: float, asked: list[_Turn]) -> None:
+    def _step(self, seconds: float, asked: list[_Asked]) -> None:
         """Wait for messages and ends of processes, and take them; end processes that are silent or not needed."""
         assert self._template is not None
         limit = self._given.seconds + _SILENT
@@ -339,7 +339,7 @@ class Sessions:
             if (process.retiring or process.level) and not process.sessions:  # spare ones make room for others
                 self._end_process(process)
 
-    def _heard(self, process: _Process, message: list[Any], asked: list[_Turn]) -> None:
+    def _heard(self, process: _Process, message: list[Any], asked: list[_Asked]) -> None:
         what = message[0]
         if what == "stuck":
             process.retiring = True
@@ -362,7 +362,7 @@ class Sessions:
 
     def _asked(
         self, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], shown: list[str]
-    ) -> _Turn | None:
+    ) -> _Asked | None:
         """The turn that a process asks for; None where it has its answer."""
         if not ids or not all(type(one) is int for one in ids):
             raise ValueError(ids)
@@ -380,7 +380,7 @@ class Sessions:
                 turn.used = True
                 self._tell(session, "turn", number, row.token_ids, row.log_probs, row.end)
                 return None
-        session.asked[number] = turn = _Turn(session.key, number, asked, ids, images, seed)
+        session.asked[number] = turn = _Asked(session.key, number, asked, ids, images, seed)
         return turn
 
     def _end(self, session: _Session, ending: Ending, failure: str | None) -> None:
