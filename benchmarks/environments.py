@@ -13,7 +13,8 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hybridflow.config import Sampling
 from hybridflow.engines.contract import Row
 from hybridflow.environments.acting import ToolLoop
 from hybridflow.environments.session_process import SessionProcess
-from hybridflow.environments.sessions import Sessions
+from hybridflow.environments.sessions import RecentProcesses, Sessions
 from recipes.small_model import EOS, SmallModel
 
 SHORTEST, LONGEST = 0.001, 2.0
@@ -73,37 +74,46 @@ def status(process: int) -> tuple[int, int]:
 
 def measure(checkpoint: str, stop: int, encode: Any, seconds: Sequence[Sequence[float]]) -> dict[str, float]:
     """Run all trajectories at once."""
-    process = SessionProcess(ToolLoop((wait,), len(seconds[0]) + 1), checkpoint, (stop,), 60.0)
-    sessions = Sessions(process, workers=1, concurrency=len(seconds))
-    said = dict.fromkeys(range(len(seconds)), 0)
+    given = SessionProcess(ToolLoop((wait,), len(seconds[0]) + 1), checkpoint, (stop,), 60.0)
+    processes, numbers = RecentProcesses(1), count()
+    sessions = Sessions(lambda: (given, None, processes.of(given)), numbers, concurrency=len(seconds))
+
+    def start(rows: int) -> None:
+        sessions.start([Row(row, 0, [], Sampling(), row) for row in range(rows)], [{"prompt": "Go."}] * rows)
+
+    def serve(says: Callable[[int], str]) -> int:
+        """Answer each trajectory with what it says; how many have failed."""
+        for asked in sessions.poll(0.1) or ():
+            asked.token_ids = [*encode(says(-1 - asked.row_id)), stop]
+            asked.log_probs, asked.policy_version = [-0.5] * len(asked.token_ids), [0] * len(asked.token_ids)
+            asked.end = "stop"
+            sessions.finished(asked)
+        return sum(one.failure is not None for one in sessions.take())
+
+    turns = dict.fromkeys(range(1, len(seconds) + 1), 0)
+
+    def says(key: int) -> str:
+        turn = turns[key]
+        turns[key] += 1
+        if turn == len(seconds[key - 1]):
+            return "done"
+        return f"<call>{json.dumps({'name': 'wait', 'arguments': {'seconds': seconds[key - 1][turn]}})}</call>"
+
     try:
-        sessions.start(0, {"prompt": "Go."}, 0)  # loads what is loaded once
+        start(1)  # loads what is loaded once
         while sessions.under_way:
-            for asked in sessions.poll(0.1):
-                sessions.answer(asked, Row(0, 0, asked.ids, Sampling(), 0, [*encode("done"), stop], [], [], "stop"))
-        _ = sessions.take()
+            _ = serve(lambda _: "done")
         (worker,) = [one.worker for one in sessions._processes]
         before, threads = status(worker.pid)
         most, began, failed = before, time.perf_counter(), 0
-        for key in said:
-            sessions.start(key, {"prompt": "Go."}, key)
+        start(len(seconds))
         while sessions.under_way:
-            for asked in sessions.poll(0.1):
-                turn = said[asked.key]
-                said[asked.key] += 1
-                text = "done"
-                if turn < len(seconds[asked.key]):
-                    call = {"name": "wait", "arguments": {"seconds": seconds[asked.key][turn]}}
-                    text = f"<call>{json.dumps(call)}</call>"
-                ids = [*encode(text), stop]
-                given = ids, [-0.5] * len(ids), [0] * len(ids), "stop"
-                sessions.answer(asked, Row(0, 0, asked.ids, Sampling(), 0, *given))
+            failed += serve(says)
             resident, running = status(worker.pid)
             most, threads = max(most, resident), max(threads, running)
-            failed += sum(one.failure is not None for one in sessions.take().values())
         taken = time.perf_counter() - began
     finally:
-        sessions.close()
+        processes.close()
     return {"seconds": taken, "failed": failed, "memory_kb": (most - before) / len(seconds), "threads": threads}
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.rewards.function_reward import FunctionReward
-from hybridflow.rewards.functions import Functions
+from hybridflow.rewards.functions import FunctionReward, Functions
 
 
 class CalledReward(FunctionReward):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.sandbox import sandbox
-from hybridflow.rewards.sandbox.run import Limits
+from hybridflow.rewards.sandbox.sandbox import Limits
 
 TESTS = ["assert f(2) == 4", "assert f(3) == 6"]
 HONEST = "def f(x): return 2 * x"

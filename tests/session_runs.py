@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import count
 from typing import TYPE_CHECKING
 
 from hybridflow.config import Sampling
 from hybridflow.environments.session_process import SessionProcess
-from hybridflow.environments.sessions import EndedTrajectory, Sessions
 from tests.example_templates import tokenizer_of
 
 if TYPE_CHECKING:  # it imports torch
@@ -32,29 +32,32 @@ def run(
 ):
     """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order. The turns' own
     sampling is added to the list `sampling`."""
-    from hybridflow.engines.contract import Row  # not in the processes: it imports torch
+    # not in the processes: these import torch
+    from hybridflow.engines.contract import Row
+    from hybridflow.environments.sessions import RecentProcesses, Sessions
 
     tokenizer, stop = tokenizer_of("qwen3")
-    process = SessionProcess(act, checkpoint, (stop,), seconds, {}, 0 if images is None else images.most_pixels)
-    sessions = Sessions(process, workers, concurrency, images)
-    found: dict[int, EndedTrajectory] = {}
+    given = SessionProcess(act, checkpoint, (stop,), seconds, {}, 0 if images is None else images.most_pixels)
+    processes, found = RecentProcesses(1), []
+    begin = lambda: (given, images, processes.of(given))  # noqa: E731
+    sessions = Sessions(begin, count(), workers=workers, concurrency=concurrency)
     turns = dict.fromkeys(range(len(rows)), 0)
     try:
-        for key, row in enumerate(rows):
-            sessions.start(key, row, seed=key)
+        sessions.start([Row(key, 0, [], Sampling(), key) for key in turns], rows)
         due = time.monotonic() + 100
         while sessions.under_way:
             assert time.monotonic() < due
-            for asked in sessions.poll(0.1):
-                heard = tokenizer.raw.decode(asked.ids)
-                text = says(rows[asked.key], turns[asked.key], heard)
-                turns[asked.key] += 1
+            for asked in sessions.poll(0.1) or ():
+                heard, key = tokenizer.raw.decode(asked.prompt_ids), -1 - asked.row_id
+                text = says(rows[key], turns[key], heard)
+                turns[key] += 1
                 if sampling is not None:
                     sampling.append(asked.sampling)
-                ids = [*tokenizer.raw.encode(text), stop]
-                said = ids, [-0.5] * len(ids), [7] * len(ids), "stop"
-                sessions.answer(asked, Row(0, 0, asked.ids, Sampling(), 0, *said))
-            found |= sessions.take()
+                asked.token_ids = [*tokenizer.raw.encode(text), stop]
+                asked.log_probs = [-0.5] * len(asked.token_ids)
+                asked.policy_version, asked.end = [7] * len(asked.token_ids), "stop"
+                sessions.finished(asked)
+            found += sessions.take()
     finally:
-        sessions.close()
-    return [found[key] for key in range(len(rows))]
+        processes.close()
+    return sorted(found, key=lambda one: one.begun.row_id)

@@ -1,7 +1,7 @@
 """Agent: how the responses of a call come about over several turns, as the driver gives it and a model's host runs it.
 
 driver: generate_sequences(batch, tools=...) -> Agent -> checked
-host:   Agent -> AgentTurns (a RowSource) -> engine.serve -> AgentTurns.take, the trajectories that have ended
+host:   Agent -> Sessions (a RowSource) -> engine.serve -> Sessions.take, the trajectories that have ended
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
-from itertools import count
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from dataclasses import field, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from hybridflow.config import Sampling
+from hybridflow.batch.batch import Batch
+from hybridflow.config import Until
 from hybridflow.data.encoded_image import MOST_PIXELS
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
-from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess
-from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
-from hybridflow.environments.trajectory import GREEDY
+from hybridflow.environments.sessions import RecentProcesses, Sessions
+from hybridflow.environments.trajectory import Acted
 from hybridflow.environments.turn_images import TurnImages
-from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError, nearest
+from hybridflow.errors import ConfigError, PromptError, RewardError
 from hybridflow.models.hf_spec import image_tokens, read_spec
+from hybridflow.processes.supervisor import Supervisor
 from hybridflow.settings import Check, Fraction, Size, require, settings
+
+if TYPE_CHECKING:
+    from hybridflow.engines.vllm.engine import VLLMEngine
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +40,6 @@ _ATTEMPTS = 3
 """With on_failure="retry"."""
 _ENOUGH = 8
 """Trajectories of which the share that failed says something."""
-_CONVERSATIONS = 4
-"""Of one trajectory that have their KV cache."""
 
 
 _Tools = Annotated[tuple[Callable[..., Any], ...], Check("a list of functions", lambda t: isinstance(t, list | tuple))]
@@ -142,13 +144,17 @@ class Agent:
         if self.solve is None:
             _check_template(checkpoint, json.dumps(schemas), json.dumps(dict(self.chat_template_kwargs)))
 
-    def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
-        """Makes its processes, which start when they are needed."""
-        stop_ids = end_token_ids(checkpoint)
-        images, options = self._images(checkpoint), dict(self.chat_template_kwargs)
-        pixels = 0 if images is None else images.most_pixels
-        process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, options, pixels)
-        return partial(Sessions, process, self.workers, self.concurrency, images)
+    def sessions(self, checkpoint: str, processes: RecentProcesses, numbers: Iterator[int]) -> Sessions:
+        """Its trajectories, in `processes` that start when they are needed."""
+
+        def begin() -> tuple[SessionProcess, TurnImages | None, Supervisor]:
+            stop_ids, images = end_token_ids(checkpoint), self._images(checkpoint)
+            options, pixels = dict(self.chat_template_kwargs), 0 if images is None else images.most_pixels
+            process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, options, pixels)
+            return process, images, processes.of(process)
+
+        attempts = _ATTEMPTS if self.on_failure == "retry" else 1
+        return Sessions(begin, numbers, workers=self.workers, concurrency=self.concurrency, attempts=attempts)
 
     def _images(self, checkpoint: str) -> TurnImages | None:
         if (tokens := image_tokens(checkpoint)) is None:
@@ -174,171 +180,10 @@ def _check_template(checkpoint: str, schemas: str, options: str) -> None:
     _ = ChatRenderer(load_tokenizer(checkpoint), end_token_ids(checkpoint), json.loads(schemas), json.loads(options))
 
 
-class Acted(NamedTuple):
-    """A trajectory: how it began (a Row without tokens, whose counters are those of all turns), its row of the prompts,
-    and its end."""
-
-    begun: Row
-    row: Mapping[str, Any]
-    end: EndedTrajectory
-
-
-@dataclass
-class _UnderWay:
-    begun: Row
-    row: Mapping[str, Any]
-    attempts: int
-    past: dict[int, list[int]] = field(default_factory=dict)  # tokens of the last turn with an index
-
-
-def _row_id(key: int) -> int:
-    """Of the turns of a trajectory."""
-    return -1 - key
-
-
-def _sampling(usual: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """That of a turn, which may give its own; a temperature ends the call's `greedy`. Errors: ConfigError."""
-    if "n" in given or "seed" in given:
-        raise ConfigError(
-            f"n and seed are the call's: a turn has one answer, whose draws follow from the call's seed, the prompt "
-            f"and the number of the trajectory. Leave {'n' if 'n' in given else 'seed'} out of the turn."
-        )
-    if unknown := sorted(given.keys() - Sampling.__dataclass_fields__):
-        raise ConfigError(f"{unknown[0]}= is no setting of a turn.{nearest(unknown[0], Sampling.__dataclass_fields__)}")
-    return replace(usual, **({"greedy": False} if "temperature" in given else {}), **given)
-
-
-class AgentTurns:
-    """The agents of trajectories on the first rank of a replica: a RowSource of the model's turns.
-
-    Trajectories are started at any time, and wait for `take` when they have ended. The source pauses when `reached()`.
-    `sessions()` makes or finds the processes that run them, in the first poll, whose errors all ranks are given.
-    `numbers` name trajectories and turns, unlike any other of the same engine.
-    """
-
-    def __init__(self, sessions: Callable[[], Sessions], on_failure: str, numbers: Iterator[int]) -> None:
-        self._begin, self._numbers = sessions, numbers
-        self._sessions: Sessions | None = None
-        self._attempts = (_ATTEMPTS if on_failure == "retry" else 1) - 1
-        self._new: list[int] = []  # to start with the next poll
-        self._running: dict[int, _UnderWay] = {}
-        self._asked: dict[str, Asked] = {}  # by the names of the rows under way
-        self._done: list[str] = []
-        self.ended: dict[int, Acted] = {}
-        self.reached: Callable[[], bool] = lambda: False
-
-    def start(self, begun: Sequence[Row], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Run the agent for each of `rows`, as `begun` names, seeds and samples it, with its images."""
-        for first, row in zip(begun, rows, strict=True):
-            self._new.append(key := next(self._numbers))
-            self._running[key] = _UnderWay(replace(first, sampling=replace(first.sampling, n=1)), row, self._attempts)
-
-    @property
-    def under_way(self) -> int:
-        return len(self._running)
-
-    def groups(self) -> int:
-        """Prompts with trajectories that have ended, and none under way."""
-        open_ = {one.begun.row_id for one in self._running.values()}
-        return len({one.begun.row_id for one in self.ended.values()} - open_)
-
-    def take(self) -> list[Acted]:
-        """The trajectories that have ended since the last call, in the order in which they were started."""
-        found, self.ended = self.ended, {}
-        return [one for _, one in sorted(found.items())]
-
-    def withdraw(self, row_ids: Collection[int] | None, keep: bool) -> list[dict[str, Any]]:
-        """`row_id` and `index` of the trajectories under way (of the prompts `row_ids`), which end, unless `keep`."""
-        found = {k: one for k, one in self._running.items() if row_ids is None or one.begun.row_id in row_ids}
-        if not keep:
-            self._new = [key for key in self._new if key not in found]
-            if self._sessions is not None:
-                self._sessions.cancel(found.keys())
-            for key, one in found.items():
-                del self._running[key]
-                self._forget(key, one)
-        return [{"row_id": one.begun.row_id, "index": one.begun.index} for one in found.values()]
-
-    def _forget(self, key: int, one: _UnderWay) -> None:
-        self._done += [f"{_row_id(key)}.{index}" for index in one.past]
-        one.past.clear()
-
-    def poll(self, seconds: float) -> list[Row] | None:
-        """The turns to sample next, waiting up to `seconds` for the first; None for a pause, and once all trajectories
-        have ended."""
-        if self.reached():
-            return None
-        sessions = self._sessions = self._begin() if self._sessions is None else self._sessions
-        for key in self._new:
-            one = self._running[key]
-            sessions.start(key, one.row, one.begun.seed, one.begun.images)
-        self._new.clear()
-        asked = sessions.poll(seconds)
-        for key, end in sessions.take().items():
-            self._forget(key, one := self._running[key])
-            if end.failure is not None and one.attempts:
-                one.attempts -= 1
-                again = derived_seed(one.begun.seed, (1 << 40) + one.attempts)
-                sessions.start(key, one.row, again, one.begun.images)
-            else:
-                del self._running[key]
-                self.ended[key] = Acted(one.begun, one.row, end)
-        out = []
-        for turn in asked:
-            if (one := self._running.get(turn.key)) is None:
-                continue
-            try:
-                sampling = _sampling(one.begun.sampling, turn.sampling)
-            except (HybridFlowError, TypeError) as error:
-                sessions.refuse(turn, str(error), full=False)
-                continue
-            own = {"kept": turn.images is None, "images": turn.images}  # what is kept knows no images
-            row = Row(_row_id(turn.key), self._index(turn, one.past), turn.ids, sampling, turn.seed, **own)
-            self._asked[row.name] = turn
-            out.append(row)
-        return out if out or self._running else None
-
-    def finished(self, row: Row) -> None:
-        """The engine has sampled this turn."""
-        asked = self._asked.pop(row.name, None)  # None: of a source before
-        if asked is None or (one := self._running.get(asked.key)) is None:
-            self._done.append(row.name)
-            return
-        one.past[row.index] = row.prompt_ids + row.token_ids
-        one.begun.prefilled += row.prefilled
-        one.begun.recomputed += row.recomputed
-        one.begun.spans += row.spans
-        assert self._sessions is not None
-        drawn = one.begun.sampling.greedy or not row.sampling.greedy
-        temperature = row.sampling.policy_temperature if drawn else GREEDY
-        self._sessions.answer(asked, row, temperature)
-
-    def refused(self, row: Row, why: str, full: bool) -> None:
-        """The engine cannot take this turn; `full`: its ids leave no room for a response."""
-        assert self._sessions is not None
-        self._sessions.refuse(self._asked.pop(row.name), why, full)
-
-    def done(self) -> list[str]:
-        """The names, since the last call, of rows that no further turn continues: their trajectories have ended."""
-        found, self._done = self._done, []
-        return [name for name in found if name not in self._asked]
-
-    def _index(self, asked: Asked, past: Mapping[int, list[int]]) -> int:
-        """The index of a row whose KV cache holds most of what was asked, or of none."""
-        row_id = _row_id(asked.key)
-        free = {index: ids for index, ids in past.items() if f"{row_id}.{index}" not in self._asked}
-        fitting = [index for index, ids in free.items() if asked.ids[: len(ids)] == ids]
-        if fitting:
-            return max(fitting, key=lambda index: len(free[index]))
-        if len(free) >= _CONVERSATIONS:
-            return next(iter(free))
-        return next(index for index in count() if index not in past and f"{row_id}.{index}" not in self._asked)
-
-
 def report_failures(ended: Collection[Acted], agent: Agent) -> None:
     """Logs a warning with the first trajectories whose environment failed. Errors: RewardError instead, where the
     agent says so, and where too many failed."""
-    failed = [(one.begun.row_id, one.end.failure) for one in ended if one.end.failure is not None]
+    failed = [(one.begun.row_id, one.failure) for one in ended if one.failure is not None]
     if not failed:
         return
     named = "; ".join(f"row {row_id}: {why}" for row_id, why in failed[:3])
@@ -348,3 +193,107 @@ def report_failures(ended: Collection[Acted], agent: Agent) -> None:
     if len(ended) >= _ENOUGH and (len(failed) == len(ended) or len(failed) > agent.max_failed * len(ended)):
         raise RewardError(f"{text} The limit is max_failed={agent.max_failed:g}, and all of them are always too many.")
     logger.warning("%s They are masked.", text)
+
+
+class ActingSession:
+    """Trajectories that live across the calls of one rank of a replica, as a session of rows does.
+
+    Between two calls their agents wait in their processes, beside the first rank, and turns under way in the engine.
+    `under_way` is an upper bound of the trajectories that have not ended. `_untaken`: trajectories may have ended
+    during a weight transfer and wait for `advance`. Both are equal on all ranks.
+    """
+
+    def __init__(self, engine: VLLMEngine, checkpoint: str, numbers: Iterator[int]) -> None:
+        self._engine, self._checkpoint, self._numbers = engine, checkpoint, numbers
+        self.under_way, self._untaken = 0, False
+        self._kept: set[str] = set()  # turns under way
+        self._agent: Agent | None = None
+        self._processes = RecentProcesses(1)
+        self._turns: Sessions | None = None  # those of the first rank do something
+        self._failed: Exception | None = None  # of turns during a weight transfer
+
+    def check(self, agent: Agent | None) -> None:
+        """Errors: ConfigError for a call that mixes trajectories with others or with rows; what failed meanwhile."""
+        if (failed := self._failed) is not None:
+            self._failed = None
+            raise failed
+        if agent is not None and any(row.row_id >= 0 for row in self._engine.unfinished):
+            raise ConfigError(
+                "this session has unfinished rows, and trajectories have one of their own: withdraw_rows()."
+            )
+        same = agent is not None and self._agent is not None and agent.described == self._agent.described
+        if (self.under_way or self._untaken) and not same:
+            raise ConfigError(
+                "this session has trajectories under way: give the same tools=, environment= or solve= with the same "
+                "settings until they were returned, or withdraw_rows() first."
+            )
+
+    def start(self, agent: Agent, begun: Sequence[Row], batch: Batch, n: int) -> None:
+        """Begin `n` trajectories per row of `batch`."""
+        if not self.under_way:
+            same = self._agent is not None and self._agent.described == agent.described
+            if self._turns is None or not (same and self._turns.ended):
+                self._turns = agent.sessions(self._checkpoint, self._processes, self._numbers)
+            self._agent = agent
+        self.under_way += len(begun)
+        if self._engine.is_first:
+            assert self._turns is not None
+            self._turns.start(begun, [row for row in batch.to_dicts() for _ in range(n)])
+
+    def advance(self, until: Until) -> list[Acted] | None:
+        """Go on until `until`; the trajectories that have ended, in the order in which they began. None on other ranks.
+
+        Errors: RewardError for one that failed, where the agent says so, on the first rank.
+        """
+        start, turns, self._untaken = 0.0, self._turns, False
+
+        def reached() -> bool:
+            nonlocal start
+            assert turns is not None
+            start = start or time.monotonic()  # the first poll is in time
+            return (
+                (until.rows is not None and len(turns.ended) >= until.rows)
+                or (until.groups is not None and turns.groups() >= until.groups)
+                or (until.seconds is not None and time.monotonic() - start >= until.seconds)
+            )
+
+        if self.under_way:
+            self._serve(reached)
+        if not self._engine.is_first:
+            return None
+        acted = [] if turns is None else turns.take()
+        if self._agent is not None:
+            report_failures(acted, self._agent)
+        return acted
+
+    def advance_while(self, going: Callable[[], bool]) -> None:
+        """Go on as long as `going()` on the first rank. What the agents raise is raised by the next call."""
+        self._untaken = self._untaken or self.under_way > 0
+        try:
+            self._serve(lambda: not going())
+        except Exception as error:
+            self._failed = error
+
+    def _serve(self, reached: Callable[[], bool]) -> None:
+        try:
+            if self._turns is not None:
+                self._turns.reached = reached
+            self.under_way = self._engine.serve(self._turns if self._engine.is_first else None, self._kept)
+        except BaseException:
+            self.close()
+            raise
+
+    def withdraw(self, row_ids: Sequence[int] | None, keep: bool) -> list[dict[str, Any]]:
+        """See `Sessions.withdraw`; on the first rank."""
+        found = [] if self._turns is None else self._turns.withdraw(row_ids, keep)
+        if row_ids is None and not keep:
+            self._engine.abandon(self._kept)
+            self.under_way, self._untaken = 0, False
+            if self._turns is not None:
+                _ = self._turns.take()  # those that ended, too
+        return found
+
+    def close(self) -> None:
+        """End all trajectories and their processes. May be called twice."""
+        self.under_way, self._untaken, self._turns = 0, False, None
+        self._processes.close()

@@ -1,6 +1,6 @@
-"""Sessions: the trajectories that a model's host has under way, and the processes in which their agents run.
+"""Sessions: the trajectories that a replica's first rank has under way, and the processes in which their agents run.
 
-    start -> waiting -> running: poll gives turns to sample, answer returns them -> take
+    start -> waiting -> running: poll gives turns to sample, finished returns them -> take
 
 What the model said is kept here, so a process can die at any time: its trajectories run again in another, and get the
 same answers to the same ids. Those that were in a process that died share the next one with fewer others, so the one
@@ -15,77 +15,91 @@ import pickle
 import time
 from base64 import b64decode
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
 
+from hybridflow.config import Sampling
 from hybridflow.data.encoded_image import EncodedImage
+from hybridflow.engines.contract import Row
+from hybridflow.engines.row_images import RowImages
 from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import STOPS, Ending
 from hybridflow.environments.session_process import SessionProcess
-from hybridflow.environments.trajectory import Trajectory
-from hybridflow.errors import HybridFlowError
+from hybridflow.environments.trajectory import GREEDY, Acted, Trajectory
+from hybridflow.environments.turn_images import TurnImages
+from hybridflow.errors import ConfigError, HybridFlowError, nearest
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
-from hybridflow.rewards.process_pool import pickled
-
-if TYPE_CHECKING:  # they import torch
-    from hybridflow.engines.contract import Row
-    from hybridflow.engines.row_images import RowImages
-    from hybridflow.environments.turn_images import TurnImages
+from hybridflow.rewards.limited_calls import pickled
 
 _TOGETHER = (1 << 30, 32, 4, 1)
 """The most trajectories in one process, by the number of processes that died with them."""
 _SPARE = 8  # further processes for these
 _QUIET = "did not answer for"
 _SILENT = 30.0  # seconds beyond the limit of a call until a process without a sign of life is killed
+_CONVERSATIONS = 4
+"""Of one trajectory that have their KV cache."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A turn to sample: `number` is the process's word for it, `seed` its draws."""
+class RecentProcesses:
+    """The processes of the `most` agents that were asked for last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._made: dict[bytes, Supervisor] = {}  # by what they run, the last one used last
+
+    def of(self, process: SessionProcess) -> Supervisor:
+        """Those of a recent call, where they run the same. Errors: ConfigError for what cannot be sent to them."""
+        name = pickled(process, "the agent")
+        if (found := self._made.pop(name, None)) is None:
+            found = Supervisor(pickled(process.main, "the agent"))
+        self._made[name] = found
+        while len(self._made) > self._most:
+            self._made.pop(next(iter(self._made))).close()
+        return found
+
+    def close(self) -> None:
+        """May be called twice; `of` begins anew."""
+        while self._made:
+            self._made.popitem()[1].close()
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A turn that an agent asked for: `number` is its process's word for it, `seed` its draws. `row`: with what the
+    model said, once it has, at a `temperature`. `used`: in this life of its trajectory."""
 
     key: int
     number: int
-    ids: list[int]
+    asked: tuple[list[int], dict[str, Any], list[str]]  # ids, sampling, and names of images, as the agent gave them
+    ids: list[int]  # with all tokens of images
+    images: RowImages | None
     seed: int
-    sampling: dict[str, Any]
-    images: RowImages | None = None  # whose tokens are among the ids
-
-    def repeated(self, other: Asked) -> bool:
-        """Whether `other` asks for the same, perhaps as another turn."""
-        own, its = (None if one.images is None else one.images.names for one in (self, other))
-        return self.ids == other.ids and self.sampling == other.sampling and own == its
-
-
-@dataclass(frozen=True)
-class EndedTrajectory:
-    """A trajectory's end; `failure` says why an environment did not do its part."""
-
-    trajectory: Trajectory
-    ending: Ending
-    failure: str | None = None
-
-
-@dataclass
-class _Said:
-    asked: Asked
-    row: Row
-    temperature: float
+    row: Row | None = None
+    temperature: float = 1.0
     used: bool = True
 
 
-@dataclass
+@dataclass(eq=False)
 class _Session:
     key: int
+    begun: Row
     row: Mapping[str, Any]
     seed: int
-    pictures: int  # of its row
-    images: dict[str, RowImages | bytes]  # each by the name that its process gave it; files that no turn had yet
-    said: list[_Said] = field(default_factory=list)
+    attempts: int  # that are left after this one
+    past: dict[int, list[int]] = field(default_factory=dict)  # tokens of the last turn with an index
+    said: list[_Asked] = field(default_factory=list)
     turns: int = 0  # asked for in this life
     deaths: int = 0
-    asked: dict[int, Asked] = field(default_factory=dict)
+    asked: dict[int, _Asked] = field(default_factory=dict)
     process: _Process | None = None  # None while it waits for one
+
+    def __post_init__(self) -> None:
+        own = () if self.begun.images is None else self.begun.images.each
+        # Each by the name that its process gave it; files that no turn had yet.
+        self.images: dict[str, RowImages | bytes] = {str(number): one for number, one in enumerate(own)}
+        self.pictures = len(self.images)  # of its row
 
     def image(self, name: str, images: TurnImages) -> RowImages:
         """Errors: PromptError."""
@@ -102,91 +116,175 @@ class _Process:
     retiring: bool = False
 
 
-class Sessions:
-    """At most `concurrency` trajectories at once, in `workers` processes that run `process`. `images`: how the model
-    reads them.
+def _row_id(key: int) -> int:
+    """Of the turns of a trajectory."""
+    return -1 - key
 
-    Errors: RewardError when it cannot be loaded in a process.
+
+def _sampling(usual: Sampling, given: Mapping[str, Any]) -> Sampling:
+    """That of a turn, which may give its own; a temperature ends the call's `greedy`. Errors: ConfigError."""
+    if "n" in given or "seed" in given:
+        raise ConfigError(
+            f"n and seed are the call's: a turn has one answer, whose draws follow from the call's seed, the prompt "
+            f"and the number of the trajectory. Leave {'n' if 'n' in given else 'seed'} out of the turn."
+        )
+    if unknown := sorted(given.keys() - Sampling.__dataclass_fields__):
+        raise ConfigError(f"{unknown[0]}= is no setting of a turn.{nearest(unknown[0], Sampling.__dataclass_fields__)}")
+    return replace(usual, **({"greedy": False} if "temperature" in given else {}), **given)
+
+
+class Sessions:
+    """The agents of trajectories: a RowSource of the model's turns, at most `concurrency` trajectories at once.
+
+    Trajectories are started at any time, and wait for `take` when they have ended. The source pauses when `reached()`.
+    `begin()` makes what `workers` processes run, how the model reads images, and the processes, in the first poll,
+    whose errors all ranks are given. A trajectory that fails is begun anew while it has `attempts`. `numbers` name
+    trajectories and turns, unlike any other of the same engine or processes.
     """
 
     def __init__(
-        self, process: SessionProcess, workers: int, concurrency: int, images: TurnImages | None = None
+        self,
+        begin: Callable[[], tuple[SessionProcess, TurnImages | None, Supervisor]],
+        numbers: Iterator[int],
+        *,
+        workers: int = 1,
+        concurrency: int = 256,
+        attempts: int = 1,
     ) -> None:
-        self._given, self._workers, self._most, self._images = process, workers, concurrency, images
+        self._begin, self._numbers = begin, numbers
+        self._workers, self._most, self._attempts = workers, concurrency, attempts
         self._template: Supervisor | None = None
         self._processes: list[_Process] = []
         self._waiting: deque[_Session] = deque()
         self._sessions: dict[int, _Session] = {}  # of both
-        self._finished: dict[int, EndedTrajectory] = {}
+        self._turns: dict[str, _Asked] = {}  # by the names of the rows under way
+        self._done: list[str] = []
         self._looked = 0.0
+        self.ended: dict[int, Acted] = {}
+        self.reached: Callable[[], bool] = lambda: False
+
+    def start(self, begun: Sequence[Row], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Run the agent for each of `rows`, as `begun` names, seeds and samples it, with its images."""
+        for first, row in zip(begun, rows, strict=True):
+            first = replace(first, sampling=replace(first.sampling, n=1))
+            self._add(_Session(next(self._numbers), first, row, first.seed, self._attempts - 1))
+
+    def _add(self, session: _Session) -> None:
+        self._sessions[session.key] = session
+        self._waiting.append(session)
 
     @property
     def under_way(self) -> int:
         """Trajectories that have not ended."""
         return len(self._sessions)
 
-    def start(self, key: int, row: Mapping[str, Any], seed: int, images: RowImages | None = None) -> None:
-        """Run the agent for `row`, whose prompt has `images`. `key` names the trajectory, `seed` decides its draws."""
-        own: dict[str, Any] = {str(number): one for number, one in enumerate(() if images is None else images.each)}
-        self._sessions[key] = session = _Session(key, row, seed, len(own), own)
-        self._waiting.append(session)
+    def groups(self) -> int:
+        """Prompts with trajectories that have ended, and none under way."""
+        open_ = {one.begun.row_id for one in self._sessions.values()}
+        return len({one.begun.row_id for one in self.ended.values()} - open_)
 
-    def take(self) -> dict[int, EndedTrajectory]:
-        """The trajectories that have ended since the last call, by key."""
-        found, self._finished = self._finished, {}
-        return found
+    def take(self) -> list[Acted]:
+        """The trajectories that have ended since the last call, in the order in which they were started."""
+        found, self.ended = self.ended, {}
+        return [one for _, one in sorted(found.items())]
 
-    def poll(self, seconds: float) -> list[Asked]:
-        """The turns that agents ask for, waiting up to `seconds` for the first; may be empty."""
-        out: list[Asked] = []
+    def withdraw(self, row_ids: Collection[int] | None, keep: bool) -> list[dict[str, Any]]:
+        """`row_id` and `index` of the trajectories under way (of the prompts `row_ids`), which end, unless `keep`."""
+        found = [one for one in self._sessions.values() if row_ids is None or one.begun.row_id in row_ids]
+        for session in () if keep else found:
+            del self._sessions[session.key]
+            self._forget(session)
+            if session.process is None:
+                self._waiting.remove(session)
+            else:
+                del session.process.sessions[session.key]
+                self._tell(session, "cancel")
+        return [{"row_id": one.begun.row_id, "index": one.begun.index} for one in found]
+
+    def _forget(self, session: _Session) -> None:
+        self._done += [f"{_row_id(session.key)}.{index}" for index in session.past]
+        session.past.clear()
+
+    def poll(self, seconds: float) -> list[Row] | None:
+        """The turns to sample next, waiting up to `seconds` for the first; None for a pause, and once all trajectories
+        have ended."""
+        if self.reached():
+            return None
+        if self._template is None:
+            self._given, self._images, self._template = self._begin()
+            self._processes = [_Process(worker, 0) for worker in self._template.workers]
+        asked, ended = list[_Asked](), len(self.ended)
         self._place()
         due = time.monotonic() + seconds
         while self._processes:
-            self._step(max(0.0, due - time.monotonic()) if not out else 0.0, out)
+            self._step(max(0.0, due - time.monotonic()) if not asked else 0.0, asked)
             self._place()
-            if out or self._finished or time.monotonic() >= due:
+            if asked or len(self.ended) > ended or time.monotonic() >= due:
                 break
-        return [asked for asked in out if self._asking(asked)]
+        out = [row for turn in asked if self._asking(turn) and (row := self._row(turn)) is not None]
+        return out if out or self._sessions else None
 
-    def answer(self, asked: Asked, row: Row, temperature: float = 1.0) -> None:
-        """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
-        if (session := self._sessions.get(asked.key)) is None:
+    def finished(self, row: Row) -> None:
+        """The engine has sampled this turn. One that was asked in an earlier life is kept for when it is again."""
+        turn = self._turns.pop(row.name, None)  # None: of a source before
+        if turn is None or (session := self._sessions.get(turn.key)) is None:
+            self._done.append(row.name)
             return
-        waits = self._asking(asked)
-        session.said.append(_Said(asked, row, temperature, waits))
-        if waits:
-            del session.asked[asked.number]
-            self._tell(session, "turn", asked.number, row.token_ids, row.log_probs, row.end)
+        session.past[row.index] = row.prompt_ids + row.token_ids
+        session.begun.prefilled += row.prefilled
+        session.begun.recomputed += row.recomputed
+        session.begun.spans += row.spans
+        drawn = session.begun.sampling.greedy or not row.sampling.greedy
+        turn.row, turn.temperature = row, row.sampling.policy_temperature if drawn else GREEDY
+        turn.used = self._asking(turn)
+        session.said.append(turn)
+        if turn.used:
+            del session.asked[turn.number]
+            self._tell(session, "turn", turn.number, row.token_ids, row.log_probs, row.end)
 
-    def refuse(self, asked: Asked, why: str, full: bool) -> None:
-        """The model cannot be given these ids; `full`: they leave no room for a response."""
-        if self._asking(asked):
-            session = self._sessions[asked.key]
-            del session.asked[asked.number]
-            self._tell(session, "full" if full else "refused", asked.number, why)
+    def refused(self, row: Row, why: str, full: bool) -> None:
+        """The engine cannot take this turn; `full`: its ids leave no room for a response."""
+        self._refuse(self._turns.pop(row.name), why, full)
 
-    def cancel(self, keys: Collection[int]) -> None:
-        """Give these trajectories up: they will not be among those that have ended."""
-        self._waiting = deque(one for one in self._waiting if one.key not in keys)
-        for key in keys:
-            session = self._sessions.pop(key, None)
-            if session is not None and session.process is not None:
-                del session.process.sessions[key]
-                self._tell(session, "cancel")
-            self._finished.pop(key, None)
+    def _refuse(self, turn: _Asked, why: str, full: bool) -> None:
+        if self._asking(turn):
+            session = self._sessions[turn.key]
+            del session.asked[turn.number]
+            self._tell(session, "full" if full else "refused", turn.number, why)
 
-    def close(self) -> None:
-        """Kill the processes. May be called twice; `start` begins anew."""
-        for held in (self._waiting, self._sessions, self._processes):
-            held.clear()
-        if self._template is not None:
-            self._template.close()
-            self._template = None
+    def done(self) -> list[str]:
+        """The names, since the last call, of rows that no further turn continues: their trajectories have ended."""
+        found, self._done = self._done, []
+        return [name for name in found if name not in self._turns]
 
-    def _asking(self, asked: Asked) -> bool:
+    def _asking(self, turn: _Asked) -> bool:
         """Whether a process waits for this turn: it may have died since."""
-        session = self._sessions.get(asked.key)
-        return session is not None and session.asked.get(asked.number) is asked
+        session = self._sessions.get(turn.key)
+        return session is not None and session.asked.get(turn.number) is turn
+
+    def _row(self, turn: _Asked) -> Row | None:
+        """The row to sample for a turn; None where its sampling is refused."""
+        session = self._sessions[turn.key]
+        try:
+            sampling = _sampling(session.begun.sampling, turn.asked[1])
+        except (HybridFlowError, TypeError) as error:
+            self._refuse(turn, str(error), full=False)
+            return None
+        own = {"kept": turn.images is None, "images": turn.images}  # what is kept knows no images
+        row = Row(_row_id(turn.key), self._index(session, turn.ids), turn.ids, sampling, turn.seed, **own)
+        self._turns[row.name] = turn
+        return row
+
+    def _index(self, session: _Session, asked: list[int]) -> int:
+        """The index of a row whose KV cache holds most of what was asked, or of none."""
+        row_id, past = _row_id(session.key), session.past
+        free = {index: ids for index, ids in past.items() if f"{row_id}.{index}" not in self._turns}
+        fitting = [index for index, ids in free.items() if asked[: len(ids)] == ids]
+        if fitting:
+            return max(fitting, key=lambda index: len(free[index]))
+        if len(free) >= _CONVERSATIONS:
+            return next(iter(free))
+        return next(index for index in count() if index not in past and f"{row_id}.{index}" not in self._turns)
 
     def _place(self) -> None:
         """Give waiting trajectories to processes."""
@@ -198,8 +296,8 @@ class Sessions:
                 self._waiting.append(session)
                 continue
             session.turns = 0
-            for said in session.said:
-                said.used = False
+            for turn in session.said:
+                turn.used = False
             session.process.sessions[session.key] = session
             self._tell(session, "start", session.row, session.pictures)
 
@@ -208,14 +306,13 @@ class Sessions:
         open_ = [one for one in of_level if one.level == level and len(one.sessions) < _TOGETHER[level]]
         most = _SPARE if level else self._workers
         if (not open_ or (level == 0 and all(one.sessions for one in open_))) and len(of_level) < most:
-            if self._template is None:
-                self._template = Supervisor(pickled(self._given.main, "the agent"))
+            assert self._template is not None
             self._template.lost = 0  # each has cost trajectories one of their lives
             self._processes.append(_Process(self._template.fork(), level))
             return self._processes[-1]
         return min(open_, key=lambda one: len(one.sessions), default=None)
 
-    def _step(self, seconds: float, out: list[Asked]) -> None:
+    def _step(self, seconds: float, asked: list[_Asked]) -> None:
         """Wait for messages and ends of processes, and take them; end processes that are silent or not needed."""
         assert self._template is not None
         limit = self._given.seconds + _SILENT
@@ -235,21 +332,22 @@ class Sessions:
                 continue
             worker.allow(limit, _QUIET)
             try:
-                self._heard(process, json.loads(message), out)
+                self._heard(process, json.loads(message), asked)
             except (ValueError, TypeError, KeyError, IndexError):
                 self._end_process(process)
         for process in list(self._processes):
             if (process.retiring or process.level) and not process.sessions:  # spare ones make room for others
                 self._end_process(process)
 
-    def _heard(self, process: _Process, message: list[Any], out: list[Asked]) -> None:
+    def _heard(self, process: _Process, message: list[Any], asked: list[_Asked]) -> None:
         what = message[0]
         if what == "stuck":
             process.retiring = True
         if what not in ("turn", "image", "end", "failed") or (session := process.sessions.get(message[1])) is None:
             return
         if what == "turn":
-            self._asked(session, *message[2:], out=out)
+            if (turn := self._asked(session, *message[2:])) is not None:
+                asked.append(turn)
             return
         if what == "image":
             _ = session.images.setdefault((file := EncodedImage(b64decode(message[2]))).name, file)
@@ -263,37 +361,43 @@ class Sessions:
         self._end(session, ending, failure)
 
     def _asked(
-        self, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], shown: list[str], *, out: Any
-    ) -> None:
+        self, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], shown: list[str]
+    ) -> _Asked | None:
+        """The turn that a process asks for; None where it has its answer."""
         if not ids or not all(type(one) is int for one in ids):
             raise ValueError(ids)
-        images: RowImages | None = None
+        asked, images = (ids, sampling, shown), None
         if self._images is not None:
             try:
                 ids, images = self._images.expanded(ids, [session.image(name, self._images) for name in shown])
             except HybridFlowError as error:  # also of a processor that cannot be loaded
                 self._tell(session, "refused", number, str(error))
-                return
-        turn, session.turns = session.turns, session.turns + 1
-        seed = session.seed if turn == 0 else derived_seed(session.seed, turn)
-        asked = Asked(session.key, number, ids, seed, sampling, images)
-        for said in session.said:
-            if not said.used and said.asked.repeated(asked):
-                said.used = True
-                self._tell(session, "turn", number, said.row.token_ids, said.row.log_probs, said.row.end)
-                return
-        session.asked[number] = asked
-        out.append(asked)
+                return None
+        seed = session.seed if session.turns == 0 else derived_seed(session.seed, session.turns)
+        session.turns += 1
+        for turn in session.said:
+            if not turn.used and turn.asked == asked and (row := turn.row) is not None:
+                turn.used = True
+                self._tell(session, "turn", number, row.token_ids, row.log_probs, row.end)
+                return None
+        session.asked[number] = turn = _Asked(session.key, number, asked, ids, images, seed)
+        return turn
 
     def _end(self, session: _Session, ending: Ending, failure: str | None) -> None:
+        """The trajectory has ended, or begins anew."""
+        self._forget(session)
+        if failure is not None and session.attempts:
+            left = session.attempts - 1
+            again = derived_seed(session.begun.seed, (1 << 40) + left)
+            self._add(_Session(session.key, session.begun, session.row, again, left))
+            return
         del self._sessions[session.key]
         trajectory = Trajectory()
-        for said in session.said:
-            if said.used:
-                row = said.row
-                turn = said.asked.ids, row.token_ids, row.log_probs, row.policy_version, row.finished
-                trajectory.add(*turn, said.temperature, row.routed_experts, said.asked.images)
-        self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
+        for turn in session.said:
+            if turn.used and (row := turn.row) is not None:
+                said = row.token_ids, row.log_probs, row.policy_version, row.finished
+                trajectory.add(turn.ids, *said, turn.temperature, row.routed_experts, turn.images)
+        self.ended[session.key] = Acted(session.begun, session.row, trajectory, ending, failure)
 
     def _end_process(self, process: _Process) -> None:
         assert self._template is not None

@@ -188,11 +188,5 @@ def _work(end: int, printed: int, server: int, function: Callable[..., Any] | No
     except BaseException as error:  # the function's own imports run here
         loading.write(reason_of(error).encode())
         return
-    if setup["memory_mb"] is not None:  # beyond what it occupies now
-        with open("/proc/self/statm") as statm:
-            limit = int(statm.read().split()[0]) * resource.getpagesize() + int(setup["memory_mb"] * 2**20)
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     loading.write(b"")
     run(connection)

@@ -171,15 +171,15 @@ class WorkerProcess:
 
 
 class Supervisor:
-    """Workers that each call `function` (pickled) with a connection to their owner, and may grow by `memory_mb`.
+    """Workers that each call `function` (pickled) with a connection to their owner.
 
     Their fork server starts with the first one. Where something kills it, they end with it, and the next one starts it
     anew. Errors: RewardError when the function cannot be loaded.
     """
 
-    def __init__(self, function: bytes, memory_mb: float | None = None) -> None:
+    def __init__(self, function: bytes) -> None:
         self.workers: list[WorkerProcess] = []
-        self._given = pickle.dumps({"function": function, "memory_mb": memory_mb, "owner": os.getpid()})
+        self._given = pickle.dumps({"function": function, "owner": os.getpid()})
         self.server: ServerProcess | None = None
         self.lost = 0  # servers; the owner may count anew
 

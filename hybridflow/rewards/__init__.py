@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     )
     from hybridflow.rewards.functions import Functions, Scores  # noqa: F401
     from hybridflow.rewards.match import Exact, Math, Numeric, Overlong, Regex  # noqa: F401
-    from hybridflow.rewards.process_pool import Outcome, ProcessPool  # noqa: F401
 
 _names = LazyNames(__name__)
 __getattr__, __dir__, __all__ = _names.load, _names.listed, [*_names.modules]

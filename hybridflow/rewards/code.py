@@ -19,8 +19,7 @@ from hybridflow.rewards.answer_extraction import outside_thoughts
 from hybridflow.rewards.function_adapters import RowFailure
 from hybridflow.rewards.match import completion_text
 from hybridflow.rewards.sandbox import test_source
-from hybridflow.rewards.sandbox.run import CodeResult, Limits
-from hybridflow.rewards.sandbox.sandbox import Mechanism, Sandbox
+from hybridflow.rewards.sandbox.sandbox import CodeResult, Limits, Mechanism, Sandbox
 
 _FENCE = re.compile(
     r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n`]*+\n",
@@ -81,9 +80,6 @@ class Code:
     name that can be the tested one. An object of the program that is not a plain value equals only itself, and has no
     attributes, length or order. Helpers that the tests take from the program are not verified. A test counts when at
     least one of its assertions was executed.
-
-    `same_process=True` runs the tests in the process of the program, so that they may use its classes and objects. Both
-    remain contained, but a program that tampers with its judge can then pass without being right.
     Errors: ConfigError for settings, and where this machine cannot contain a program.
     """
 
@@ -101,7 +97,6 @@ class Code:
         setup: str = "test_setup_code",
         limits: Limits | None = None,
         mechanism: Mechanism | None = None,
-        same_process: bool = False,
         prelude: str = "",
     ) -> None:
         if workers is not None and (type(workers) is not int or workers < 1):
@@ -110,7 +105,6 @@ class Code:
         self.tests, self.entry_point, self.setup = tests, entry_point, setup
         self.workers, self.all_or_nothing = workers, all_or_nothing
         self.mechanism: Mechanism | None = mechanism
-        self.same_process = same_process
         try:
             self.prelude, self._known = prelude, frozenset(test_source.prelude_names(prelude))
         except Exception as error:  # the user's source
@@ -180,19 +174,19 @@ class Code:
     def _row(
         self, sandbox: Sandbox, program: str, tests: Any, entry_point: str | None, setup: str | None
     ) -> CodeResult | RewardError:
-        known = {"objects": self.same_process, "prelude": self._known}
         try:
-            read = read_tests(tests, entry_point=entry_point or "", setup=setup or "", **known)
+            read = read_tests(tests, entry_point=entry_point or "", setup=setup or "", prelude=self._known)
         except RewardError as error:
             return RewardError(f"could not read its tests: {error}".rstrip("."))
         if not program.strip():
             return CodeResult(status="failed", reason="there is no program in the response")
-        settings = {"limits": self.limits, "stop": self.all_or_nothing, "same_process": self.same_process}
         try:
             if "pairs" in read:
                 found = self._run_pairs(sandbox, program, read["pairs"])
             else:
-                found = sandbox.judge(program, read, entry_point=entry_point or "", **settings)
+                found = sandbox.judge(
+                    program, read, entry_point=entry_point or "", limits=self.limits, stop=self.all_or_nothing
+                )
         except RewardError as error:  # the sandbox did not start, or was lost
             return error
         partly = found.status == "failed" and found.total and not self.all_or_nothing
@@ -282,9 +276,7 @@ def _source(lines: str, width: int, judged: bool = True) -> tuple[str, bool]:
     return source, judged and bool(source.strip())
 
 
-def read_tests(
-    tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False, prelude: Collection[str] = ()
-) -> dict[str, Any]:
+def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", prelude: Collection[str] = ()) -> dict[str, Any]:
     """Read one row's tests: {"pairs": (input, output) of whole runs}, or calls of functions as `judge.run` takes them.
 
     - a list of sources ("assert f(2) == 4", as in MBPP): each is one test; `setup` runs before them;
@@ -296,11 +288,11 @@ def read_tests(
     - a text: one of the above as JSON, or the source of a test module: asserts, `check(candidate)` (HumanEval), test
       functions, unittest.TestCase.
 
-    `objects`: whether the tests may use objects of the program. `prelude`: names that the tests have.
+    `prelude`: names that the tests have.
     Errors: RewardError when it is not one of these, holds no test, or a test that cannot judge: nothing calls it, it is
     skipped, its failure is expected, its assertions cannot be reached.
     """
-    known = {"entry_point": entry_point, "objects": objects, "prelude": prelude}
+    known = {"entry_point": entry_point, "prelude": prelude}
     if hasattr(tests, "tolist"):
         tests = tests.tolist()
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):

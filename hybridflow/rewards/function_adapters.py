@@ -9,6 +9,7 @@ import asyncio
 import functools
 import inspect
 import os
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.processes.fork_server import reason_of
+from hybridflow.settings import require
 
 Rows = Mapping[str, Sequence[Any]]
 """Some rows: plain values by column. "prompt" and "response" are the texts."""
@@ -358,3 +360,32 @@ def place_of(function: Any) -> str | None:
             near = os.path.relpath(code.co_filename)
             return f"{code.co_filename if near.startswith('..') else near}:{code.co_firstlineno}"
     return None
+
+
+def named(functions: Any) -> dict[str, Any]:
+    """Functions by the name of their column: the names of a mapping, else their own, made unique with _2, _3, ...
+
+    A function counts by its name, a callable object by its class (`ExactMatch` is exact_match).
+    Errors: ConfigError without any function.
+    """
+    if isinstance(functions, Mapping):
+        out = dict(functions)
+        for name in out:
+            good = isinstance(name, str) and name != ""
+            require(good, f"reward functions are named by texts that are not empty, got {name!r}.")
+    else:
+        out = {}
+        for function in functions if isinstance(functions, list | tuple) else [functions]:
+            name = _column_name(function)
+            names = (name, *(f"{name}_{number}" for number in range(2, len(out) + 2)))
+            out[next(one for one in names if one not in out)] = function
+    require(bool(out), "there is no reward function in the list: give at least one.")
+    return out
+
+
+def _column_name(function: Any) -> str:
+    inner = innermost(function)
+    name = getattr(inner, "__name__", None)
+    if name is None or isinstance(inner, functools.partial):
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(inner).__name__).lower()
+    return "function" if name == "<lambda>" else name

@@ -1,39 +1,38 @@
-"""Functions: one or several reward functions with weights, limits and a rule for rows that fail."""
+"""Functions: one or several reward functions with weights, limits and a rule for rows that fail; the rows that each of
+them gets, and a check of everything that it returns."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import re
-import signal
-import threading
-import time
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from hybridflow.batch.columns import Column
 from hybridflow.batch.ragged import Ragged
+from hybridflow.data.prompts import RESERVED, RESERVED_PREFIXES
 from hybridflow.errors import ConfigError, RewardError, nearest
-from hybridflow.processes.fork_server import reason_of
-from hybridflow.rewards.function_adapters import Breakdown, RowFailure, Rows, innermost, layers, name_of, scores_of
-from hybridflow.rewards.function_reward import (
-    FLOAT32_MAX,
-    VALUE,
-    Answer,
-    Chunk,
-    Columns,
-    FunctionReward,
-    LateCallError,
-    Level,
-    Table,
-    Value,
+from hybridflow.models.images import GRIDS
+from hybridflow.rewards.function_adapters import (
+    TEXTS,
+    TRAINER,
+    BoundFunction,
+    Breakdown,
+    RowFailure,
+    Rows,
+    TRLFunction,
+    layers,
+    name_of,
+    named,
+    place_of,
+    scores_of,
 )
-from hybridflow.rewards.process_pool import NOT_BEGUN, Outcome, ProcessPool, pickled
+from hybridflow.rewards.limited_calls import NOT_BEGUN, UNSENT, CallLimit, LateCallError, ProcessPool, pickled
 from hybridflow.settings import is_number, require
 
 Function = Callable[..., Any]
@@ -45,6 +44,182 @@ GRACE = 5.0
 """Seconds (in a worker at most a limit's length) in which an event loop has to cancel its own late calls."""
 
 _log = logging.getLogger(__name__)
+Level = Literal["sample", "token"]
+Columns = Mapping[str, Column | Sequence[Any]]
+Value = float | list[float] | None
+Answer = Mapping[str, Value] | RowFailure
+"""Of one function for one row: its VALUE (None: it does not apply; a list: one per token) and its components."""
+
+VALUE = ""
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows as one function gets them; their numbers for messages; tokens per response, at level "token"."""
+
+    columns: Rows
+    rows: list[int]
+    lengths: list[int]
+
+
+class FunctionReward:
+    """A reward function, with a check of everything that it returns.
+
+    For functions as in TRL see `TRLFunction`; others are wrapped: `per_row(f)`, `whole_batch(f)`,
+    `from_compute_score(f)`. It may be `async def`. Of the batch's columns it gets those that its signature names, as
+    lists of plain Python values; with `**kwargs` all that came with the prompts (those that hybridflow writes, like
+    log_probs, and images of PIL only by name), unless a callable object lists them in an attribute `reads`. A column
+    that only has a default may be missing. True and False count as 1 and 0; None: the function does not apply to the
+    row; RowFailure(reason): the row could not be judged. At level "token" the answer for a row is a list of numbers,
+    one per response token. Errors: ConfigError when the function cannot be called in this way.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, level: Level = "sample", column: str = "rewards") -> None:
+        self.function, self.level, self.column = function, level, column
+        self.bound = function if isinstance(function, BoundFunction) else TRLFunction(function)
+        self.name, place = name_of(function), place_of(function)
+        self.components = tuple(self.bound.components or ())
+        self.where = f"[column {column!r}" + (f", {self.name} at {place}]" if place else "]")
+
+    @property
+    def reads(self) -> tuple[str, ...] | None:
+        """Names of the extra columns, "name?" where the parameter has a default; None: every column."""
+        if self.bound.reads is None:
+            return None
+        needed = self.bound.needs_ids or self.level == "token"
+        ids = ["response_ids"] if needed else ["response_ids?"] if self.bound.ids else []
+        return tuple(sorted(dict.fromkeys([*self.bound.reads, *ids]), key=lambda entry: entry.endswith("?")))
+
+    def table(
+        self, prompts: Sequence[Any], responses: Sequence[str], columns: Columns, row_ids: Sequence[int] | None
+    ) -> Table:
+        """The rows that the function gets. Errors: RewardError for a column that is missing."""
+        bound, needs_ids = self.bound, self.bound.needs_ids or self.level == "token"
+        needed = [*(name for name in bound.columns if name[-1:] != "?"), *(["response_ids"] if needs_ids else [])]
+        if missing := [name for name in needed if name not in columns]:
+            raise RewardError(
+                f"reward function {self.name} needs the column {missing[0]!r}; there are {sorted(columns)}. Add it to "
+                f"the prompts, or give the parameter a default. {self.where}"
+            )
+        names = [name for entry in bound.columns if (name := entry.removesuffix("?")) in columns]
+        if bound.everything:
+            # A value per token that hybridflow has written, or a decoded image, is given only where it is named.
+            own = {n for n in columns if n in RESERVED or n.startswith(RESERVED_PREFIXES)}
+            excluded = {"prompt", "response", TRAINER, *TEXTS, *bound.logs, *(("images",) if GRIDS in columns else ())}
+            excluded |= {n for n in own if isinstance(columns[n], Ragged)}
+            names += [n for n in columns if n not in excluded]
+        given = {name: list(_listed(columns[name])) for name in dict.fromkeys(names)}
+        ids = list(_listed(columns["response_ids"])) if "response_ids" in columns else []
+        given |= {"completion_ids": ids} if bound.ids and "response_ids" in columns else {}
+        rows = [int(row) for row in row_ids] if row_ids is not None else list(range(len(prompts)))
+        lengths = list(map(len, ids)) if self.level == "token" else [0] * len(rows)
+        return Table({**given, "prompt": list(prompts), "response": list(responses)}, rows, lengths)
+
+    def accepted(self, values: Any, table: Table, at: Sequence[int]) -> list[Answer]:
+        """The checked answers for the rows at these places. Errors: RewardError for a wrong one."""
+        if not self.bound.per_row:
+            whose = f"for {len(at)} rows ({table.rows[at[0]]}..{table.rows[at[-1]]}); it must return one per row"
+            once = "To be called once per row instead, wrap it in rewards.per_row"
+            what = f"for {len(at)} rows; it must return a list of {len(at)} numbers. {once}."
+            values = self._several(values, len(at), what, f"{whose}, in their order.")
+        return [self._answer(answer, table.rows[row], table.lengths[row]) for answer, row in zip(values, at)]
+
+    def _several(self, answer: Any, count: int, wanted: str, whose: str) -> Sequence[Any]:
+        values = _listed(answer)
+        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+            raise self.error(f"returned {_shown(answer)} {wanted}")
+        if len(values) != count:
+            raise self.error(f"returned {len(values)} rewards {whose}")
+        return values
+
+    def _answer(self, answer: Any, row: int, length: int) -> Answer:
+        """The answer for row `row`, whose response has `length` tokens."""
+        value = _listed(answer)
+        if isinstance(value, RowFailure):
+            return value
+        if value is None:
+            return {VALUE: None}
+        if isinstance(value, Mapping) and self.bound.components is not None:
+            if "score" not in value:
+                raise self.error(f"returned {_shown(answer)} at row {row}; a dict must have the entry 'score'.")
+            given = [key for key in self.components if value.get(key) is not None]
+            parts = {key: self._number(value[key], f"as {key!r} at row {row}") for key in given}
+            return {VALUE: self._number(value["score"], f"at row {row}"), **parts}
+        if self.level == "sample":
+            return {VALUE: self._number(value, f"at row {row}")}
+        must = f"at level='token' it must return a list of {length} numbers, one per response token"
+        wanted = f"at row {row}; {must}. For one number per response use level='sample'."
+        whose = f"at row {row}, whose response has {length} tokens; at level='token' it must return one per response"
+        values = self._several(value, length, wanted, f"{whose} token.")
+        return {VALUE: [self._number(one, f"at row {row}, token {i}") for i, one in enumerate(values)]}
+
+    def error(self, says: str) -> RewardError:
+        return RewardError(f"reward function {self.name} {says} {self.where}")
+
+    def _number(self, answer: Any, place: str) -> float:
+        value = _listed(answer)
+        if not isinstance(value, numbers.Real):
+            several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+            hint = ", or with level='token' a list of one number per response token" if several else ""
+            raise self.error(f"returned {_shown(answer)} {place}; it must be a number{hint}.")
+        if value != value or abs(value) == math.inf:
+            raise self.error(f"returned {value} {place}; it must be finite.")
+        if abs(value) > FLOAT32_MAX:
+            raise self.error(f"returned {_shown(answer)} {place}; it does not fit float32.")
+        return float(value)
+
+
+class Chunk(NamedTuple):
+    """The rows at these places of a table, for one call of a function."""
+
+    reward: FunctionReward
+    table: Table
+    at: Sequence[int]
+
+    @property
+    def together(self) -> bool:
+        """Whether its rows run on one event loop, each with a limit of its own; a row alone has the call's."""
+        return self.reward.bound.per_row and self.reward.bound.is_async and len(self.at) > 1
+
+    def failed(self, failure: RowFailure) -> RewardError:
+        """The error for rows that could not be judged, where that is not allowed."""
+        first, last = self.table.rows[self.at[0]], self.table.rows[self.at[-1]]
+        rows = f"at row {first}" if first == last else f"for rows {first}..{last}"
+        go_on = "set on_failure='zero' or 'mask' to go on without such rows."
+        if not isinstance(failure, Breakdown):
+            return self.reward.error(f"{rows}: {failure.reason}. Mend the row, or {go_on}")
+        head, _, detail = failure.reason.partition(": ")
+        detail = f": {detail}" if detail else ""
+        return self.reward.error(f"{head} {rows}{detail}. Fix the function, or {go_on}")
+
+    def taken(self, values: Any, raising: bool) -> list[Answer] | None:
+        """The answers of the chunk's rows, from what its call has returned; None where each row has to be called alone.
+
+        A chunk that fails is repeated row by row unless its function takes whole batches, and so are async rows, which
+        run together, when one of them blocks all others; but not in this process (where the error is known) while
+        `raising`, nor where the call was late, since each row could take as long again. Errors: RewardError for wrong
+        answers, and for rows that cannot be judged while `raising`.
+        """
+        if not isinstance(values, RowFailure):
+            answers = self.reward.accepted(values, self.table, self.at)
+        elif (
+            len(self.at) > 1
+            and not self.reward.bound.whole
+            and not (values.error and (raising or isinstance(values.error, LateCallError)))
+        ):
+            return None
+        elif values.reason.startswith(UNSENT):
+            raise self.reward.error(f"{values.reason} at row {self.table.rows[self.at[0]]}.")
+        elif raising:
+            raise self.failed(values) from values.error
+        else:
+            answers: list[Answer] = [values] * len(self.at)
+        for row, answer in zip(self.at, answers, strict=True):
+            if raising and isinstance(answer, RowFailure):
+                raise self._replace(at=[row]).failed(answer) from answer.error
+        return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +294,7 @@ class Functions:
         self.workers = max(workers, 0 if timeout is None else 1)
         self._seconds = PATIENCE if timeout is None else float(timeout)
         self._caller = partial(scores_of, tuple(reward.bound for reward in self.rewards), self._seconds)
-        self._pool = ProcessPool(self._caller, self.workers, seconds=self._seconds) if self.workers else None
+        self._pool = ProcessPool(self._caller, self.workers) if self.workers else None
         self._checked = False
 
     @property
@@ -183,16 +358,16 @@ class Functions:
                 yield Chunk(reward, table, own[start : start + size])
 
     def _judged(
-        self, rows: int, chunks: Sequence[Chunk], run: Callable[[Sequence[Chunk]], Iterable[Outcome]]
+        self, rows: int, chunks: Sequence[Chunk], run: Callable[[Sequence[Chunk]], Iterable[Any]]
     ) -> list[list[Answer]]:
         """Every function's answers for all rows."""
         found: dict[FunctionReward, list[Answer]] = {reward: [{VALUE: None}] * rows for reward in self.rewards}
         while chunks:
             again: list[Chunk] = []
-            for chunk, outcome in zip(chunks, run(chunks), strict=True):
-                if outcome.failure == NOT_BEGUN:
+            for chunk, values in zip(chunks, run(chunks), strict=True):
+                if values is NOT_BEGUN:
                     again.append(chunk)
-                elif (answers := chunk.taken(outcome, self.on_failure == "raise")) is None:
+                elif (answers := chunk.taken(values, self.on_failure == "raise")) is None:
                     again += [chunk._replace(at=[row]) for row in chunk.at]
                 else:
                     for row, answer in zip(chunk.at, answers, strict=True):
@@ -200,21 +375,22 @@ class Functions:
             chunks = again
         return [*found.values()]
 
-    def _run_here(self, limit: CallLimit, chunks: Sequence[Chunk]) -> Iterator[Outcome]:
+    def _run_here(self, limit: CallLimit, chunks: Sequence[Chunk]) -> Iterator[Any]:
         """Runs the chunks in this process, lazily."""
         for chunk in chunks:
             seconds = (
                 math.inf if chunk.reward.bound.limits_itself else self._seconds + (GRACE if chunk.together else 0.0)
             )
-            yield Outcome(limit.run(partial(self._caller, *self._call(chunk)), seconds))
+            yield limit.run(partial(self._caller, *self._call(chunk)), seconds)
 
-    def _run_in_workers(self, chunks: Sequence[Chunk]) -> list[Outcome]:
+    def _run_in_workers(self, chunks: Sequence[Chunk]) -> list[Any]:
         """With on_failure="raise" nothing is begun after a failure."""
         seconds = [self._seconds + (min(GRACE, self._seconds) if chunk.together else 0.0) for chunk in chunks]
         assert self._pool is not None
         try:
-            calls = [(self._call(chunk), {}) for chunk in chunks]
-            return self._pool.map(calls, seconds=seconds, failures=1 if self.on_failure == "raise" else None)
+            return self._pool.map(
+                [*map(self._call, chunks)], seconds, failures=1 if self.on_failure == "raise" else None
+            )
         except RewardError as error:
             names = ", ".join(reward.name for reward in self.rewards)
             raise RewardError(f"reward functions {names}: {error}") from error
@@ -290,27 +466,6 @@ def weighted_sum(values: Sequence[float | list[float] | None], weights: Sequence
     return sum(weight * value for weight, value in given)
 
 
-def named(functions: Any) -> dict[str, Any]:
-    """Functions by the name of their column: the names of a mapping, else their own, made unique with _2, _3, ...
-
-    A function counts by its name, a callable object by its class (`ExactMatch` is exact_match).
-    Errors: ConfigError without any function.
-    """
-    if isinstance(functions, Mapping):
-        out = dict(functions)
-        for name in out:
-            good = isinstance(name, str) and name != ""
-            require(good, f"reward functions are named by texts that are not empty, got {name!r}.")
-    else:
-        out = {}
-        for function in functions if isinstance(functions, list | tuple) else [functions]:
-            name = _column_name(function)
-            names = (name, *(f"{name}_{number}" for number in range(2, len(out) + 2)))
-            out[next(one for one in names if one not in out)] = function
-    require(bool(out), "there is no reward function in the list: give at least one.")
-    return out
-
-
 def weights_of(weights: Sequence[float] | Mapping[str, float] | None, names: Sequence[str]) -> list[float]:
     """One weight per function, 1 where none is given. Errors: ConfigError for a wrong count, name or value."""
     if weights is None:
@@ -326,67 +481,14 @@ def weights_of(weights: Sequence[float] | Mapping[str, float] | None, names: Seq
     return [float(weight) for weight in weights]
 
 
-def _column_name(function: Any) -> str:
-    inner = innermost(function)
-    name = getattr(inner, "__name__", None)
-    if name is None or isinstance(inner, functools.partial):
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(inner).__name__).lower()
-    return "function" if name == "<lambda>" else name
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # the repr of a type of the user's; or an integer of more than 4,300 digits
+        text = f"what has no repr: {error}"
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-class CallLimit:
-    """Interrupts late calls in this process, by a signal, and again every second; tells interrupts by the user apart.
-
-    Without effect off the main thread, the only one that Python interrupts, and while a C function runs.
-    """
-
-    def __init__(self) -> None:
-        self._due, self._over, self._stopped = math.inf, threading.Event(), False
-        self._watching = threading.Thread(target=self._watch, name="reward-limit", daemon=True)
-        self._main = threading.current_thread() is threading.main_thread()
-
-    def run(self, call: Callable[[], Any], seconds: float) -> Any:
-        """The call's return value, or a Breakdown if it took over `seconds`."""
-        try:
-            try:
-                self._due = time.monotonic() + seconds
-                return call()
-            finally:
-                self._due = math.inf
-        except LateCallError as error:
-            if error.limit is not self:
-                raise
-            return Breakdown(f"took longer than {seconds:g} s (timeout= sets another limit)", error)
-        except KeyboardInterrupt as error:
-            if self._stopped:
-                raise
-            return Breakdown(reason_of(error), error)  # the function's own
-
-    def __enter__(self) -> Self:
-        if self._main:
-            ours = (signal.SIGVTALRM, *([signal.SIGINT] if callable(signal.getsignal(signal.SIGINT)) else []))
-            self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in ours}
-            self._watching.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._main:
-            self._over.set()
-            self._watching.join()
-            for number, before in self._before.items():
-                signal.signal(number, before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._stopped |= number == signal.SIGINT
-        if number == signal.SIGVTALRM and time.monotonic() >= self._due:
-            raise LateCallError(self)
-        if callable(before := self._before[number]):  # of the user, or of a limit around this one
-            before(number, frame)
-
-    def _watch(self) -> None:
-        pause = 0.0
-        while not self._over.wait(pause):
-            pause = min(1.0, self._due - time.monotonic())
-            if pause <= 0:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
-                pause = 1.0
+def _listed(value: Any) -> Any:
+    """Python values of torch and numpy arrays and scalars, and of ragged rows."""
+    return value.tolist() if hasattr(value, "tolist") else value

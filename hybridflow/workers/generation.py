@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,13 @@ from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokeniz
 from hybridflow.engines.contract import Row
 from hybridflow.engines.row_images import RowImages, check_columns
 from hybridflow.engines.vllm.requirements import check_response
-from hybridflow.environments.acting_session import ActingSession, RecentSessions
-from hybridflow.environments.agent import AGENT_SETTINGS, Acted, Agent, AgentTurns, report_failures
-from hybridflow.environments.trajectory import TrajectoryRow
-from hybridflow.environments.trajectory_columns import (
+from hybridflow.environments.agent import AGENT_SETTINGS, ActingSession, Agent, report_failures
+from hybridflow.environments.sessions import RecentProcesses
+from hybridflow.environments.trajectory import (
     AGENT_COLUMNS,
     REWARD_COLUMNS,
+    Acted,
+    TrajectoryRow,
     trajectory_columns,
     trajectory_rows,
 )
@@ -134,7 +134,7 @@ class Generation:
         self.outdated = False  # the version of the weights, which `advance` names
         self._named = False
         self._checkpoint = str(checkpoint)
-        self._sessions = RecentSessions(self._checkpoint, _AGENTS)
+        self._processes = RecentProcesses(_AGENTS)
         self._numbers = count(1 << 40)  # of trajectories; calls of `generate` count rows from -1 down
         self._acting = ActingSession(engine, self._checkpoint, self._numbers)
         try:
@@ -163,12 +163,12 @@ class Generation:
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
-        turns = AgentTurns(partial(self._sessions.of, agent), agent.on_failure, self._numbers)
+        turns = agent.sessions(self._checkpoint, self._processes, self._numbers)
         turns.start(begun, [row for row in batch.to_dicts() for _ in range(sampling.n)])
         try:
             self.engine.serve(turns)
         except BaseException:
-            self._sessions.close()  # its trajectories would go on in the next call
+            self._processes.close()  # its trajectories would go on in the next call
             raise
         acted = turns.take()
         report_failures(acted, agent)
@@ -190,7 +190,7 @@ class Generation:
 
     def close(self) -> None:
         """Free the engine and end the processes of agents. May be called twice."""
-        self._sessions.close()
+        self._processes.close()
         self._acting.close()
         self.engine.close()
 

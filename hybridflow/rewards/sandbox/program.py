@@ -143,9 +143,7 @@ class Remote:
             raise TypeError(f"{value!r} is no plain value")
         if isinstance(value, BaseException) and _TYPES.get(kind.__name__) is kind:
             return ["raised", kind.__name__, encode([*value.args], other=self._given)]
-        raise NotJudged(
-            f"the tests give the program an object of class {kind.__name__}, which only Code(same_process=True) judges"
-        )
+        raise NotJudged(f"the tests give the program an object of class {kind.__name__}, which Code does not judge")
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -236,7 +234,7 @@ class Opaque:
         library |= "site-packages" in caller.f_code.co_filename  # whose attempt is not what the tests need
         if library or name.startswith("__") or any(hasattr(kind, name) for kind in _plain_types()):
             raise AttributeError(f"{name!r}: {self} is no plain value")
-        raise NotJudged(f"the tests use .{name} of {self}, which only Code(same_process=True) judges")
+        raise NotJudged(f"the tests use .{name} of {self}, which Code does not judge")
 
     def __repr__(self) -> str:
         return f"an object of the program's class {self._class}"
@@ -246,7 +244,7 @@ class _OpaqueCallable(Opaque):
     __slots__ = ()
 
     def __call__(self, *_: object, **__: object) -> Any:
-        raise NotJudged(f"the tests call {self}, which only Code(same_process=True) judges")
+        raise NotJudged(f"the tests call {self}, which Code does not judge")
 
 
 def encode(value: Any, depth: int = 0, *, other: Callable[[Any], Any] | None = None) -> Any:

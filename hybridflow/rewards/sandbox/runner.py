@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import functools
 import gc
 import json
 import linecache
@@ -178,27 +177,11 @@ def _run(job: dict[str, Any], directory: str) -> NoReturn:
         del sys.modules[name]
     sys.path.insert(0, directory)
     if job["kind"] == "judge":
-        apart = "program" not in job
-        program = Remote(ValueChannel(*CHANNEL)) if apart else Local(lambda: vars(_load(job, NAME)))
+        program = Remote(ValueChannel(*CHANNEL))
         _end(lambda: os.write(verdict, json.dumps(judge.run(job, program)).encode()))
     if job["kind"] == "serve":
         _end(lambda: _serve(job, ValueChannel(*CHANNEL)))
     _end(lambda: _load(job, "__main__"))
-
-
-class Local(Remote):
-    """A program in the process of the tests, which it can then reach: its objects are used as they are."""
-
-    def __init__(self, load: Callable[[], Mapping[str, Any]]) -> None:
-        self.asked, self.given, self.ended, self.error = 1, True, False, ""
-        self._loaded = functools.cache(load)
-
-    def names(self, wanted: list[str]) -> dict[str, Any]:
-        found = {name: find(self._loaded(), name) for name in wanted}
-        return {name: value for name, value in found.items() if value is not MISSING}
-
-    def last_function(self) -> str:
-        return last_function(self._loaded())
 
 
 MISSING = object()

@@ -1,26 +1,275 @@
-"""Sandbox: runs untrusted programs without network, with resource limits, and leaves no process behind."""
+"""Sandbox: runs untrusted programs without network, with resource limits, and leaves no process behind; how each run of
+one ended, and the judgement of its tests."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import math
 import os
 import shutil
+import signal
+import socket
 import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from hybridflow.errors import ConfigError, RewardError, nearest
 from hybridflow.processes.supervisor import ONE_THREAD, ServerProcess
 from hybridflow.rewards.sandbox.containment import DIRECTORY, EMPTY, remove_tree
-from hybridflow.rewards.sandbox.run import CodeResult, Execution, Limits, Result, judgement
+from hybridflow.settings import Check, Positive, Size, settings
+
+Status = Literal["ok", "failed", "timeout", "memory", "output", "recursion", "forbidden", "killed", "unreadable"]
+# Endings in which the program was stopped before it was found right or wrong.
+CONTAINED: tuple[Status, ...] = ("timeout", "memory", "output", "recursion", "forbidden", "killed")
+# How the last line of a traceback begins where a limit was behind the exception.
+_BEHIND: dict[str, Status] = {
+    "MemoryError": "memory",
+    "RecursionError": "recursion",
+    "PermissionError": "forbidden",
+    "BlockingIOError: [Errno 11]": "forbidden",
+    "RuntimeError: can't start new thread": "forbidden",
+    "OSError: [Errno 30]": "forbidden",  # a read-only file system
+    "OSError: [Errno 27]": "output",  # a file too large
+    "OSError: [Errno 28]": "output",  # no space left
+}
+_VERDICT = {"passed": int, "total": int, "reason": str, "error": str, "ended": bool, "unreadable": str}
+_GRACE = 120.0  # beyond a limit, until a supervisor on a busy machine has reported
+
+
+_Whole = Annotated[Size, Check("below 2**31", lambda value: value < 2**31)]
+
+
+@settings
+class Limits:
+    """Limits of one run of a contained program: one process with at most 32 threads.
+
+    `seconds`: wall-clock time, and `cpu_seconds` of processor time (default: `seconds` rounded up, plus 1).
+    `memory_mb`: address space. `output_kb`: of standard output and of standard error, each. `file_mb`: of all files it
+    writes; by Landlock it is measured every 1 to 10 ms (see `Usage`), so more may be written by the rate of writing
+    times that. Errors: ConfigError for values out of range.
+    """
+
+    seconds: Annotated[Positive, Check("less than a million", lambda value: value < 1e6)] = 5.0
+    cpu_seconds: _Whole | None = None
+    memory_mb: Annotated[_Whole, Check("at least 64", lambda value: value >= 64)] = 512
+    output_kb: _Whole = 64
+    file_mb: _Whole = 16
+
+    @property
+    def cpu(self) -> int:
+        """Seconds of processor time that the program may take."""
+        return self.cpu_seconds if self.cpu_seconds is not None else math.ceil(self.seconds) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramEnd:
+    """How a program ended, and why; `contained`: whether its containment has stopped it."""
+
+    status: Status
+    reason: str = ""
+
+    @property
+    def contained(self) -> bool:
+        return self.status in CONTAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(ProgramEnd):
+    """How a run ended.
+
+    `status`: "ok"; "failed" (it raised, or exited with another code than 0); or the limit that stopped it: "timeout",
+    "memory", "output" (printed or wrote to files more than allowed), "recursion", "forbidden" (a file outside its
+    directory, a socket, a process), "killed" (a crash, or a signal). `reason` says it in words, "" for "ok".
+    `returncode` as of subprocess (negative: signal), None where the run was ended. `stdout`, `stderr`: what was
+    printed within the limit. `seconds`: wall-clock time.
+    """
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeResult(ProgramEnd):
+    """Result of unit tests on a program: `passed` of `total` tests, and the `score` that `Code` gives it.
+
+    `status` and `reason` as of `Result`: "ok" when all passed, "failed" with the first test that did not, or what
+    stopped the program before the tests were through; "unreadable" where the tests cannot judge any program, or ended
+    by themselves: the row is a RowFailure. After a stop, and after the first failure where the tests end there, `total`
+    counts the tests that were begun.
+    """
+
+    passed: int = 0
+    total: int = 0
+    score: float = 0.0
+
+
+class Execution:
+    """One run of a program, seen by its caller; leaving it stops the program."""
+
+    def __init__(
+        self,
+        launch: Callable[[Limits, list[int]], None],
+        job: Mapping[str, Any],
+        limits: Limits,
+        *,
+        stdin: str = "",
+        channel: tuple[int, ...] = (),
+    ) -> None:
+        self.limits, self._facts = limits, {}
+        self._control, theirs = socket.socketpair()
+        given = [_in_memory(json.dumps(job)), _in_memory(stdin)]
+        self._output = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("stdout", "stderr")]
+        try:
+            with theirs:
+                launch(limits, [theirs.fileno(), *given, *self._output, *channel])
+        except RewardError:
+            self.__exit__()
+            raise
+        finally:
+            for end in given:
+                os.close(end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        for end in self._output:
+            os.close(end)
+
+    def stop(self) -> None:
+        """Have the supervisor kill the program now."""
+        with suppress(OSError):  # it has stopped already
+            self._control.shutdown(socket.SHUT_WR)
+
+    def wait(self) -> dict[str, Any]:
+        """The supervisor's report: `end` ("exit", "timeout", "files", ...), `exit`, `cpu`, `seconds`.
+
+        Errors: RewardError when the program could not be started, or was lost.
+        """
+        said = b""
+        self._control.settimeout(self.limits.seconds + _GRACE)
+        try:
+            while not self._facts and (piece := self._control.recv(1 << 16)):
+                said += piece
+        except OSError as error:
+            raise RewardError(f"A contained program was lost: {error}.") from error
+        for line in said.splitlines():
+            self._facts.update(json.loads(line))
+        if "error" in self._facts:
+            raise RewardError(f"A contained program could not be started: {self._facts['error']}.")
+        if not self._facts:
+            raise RewardError("A contained program was lost: its supervisor ended without a report.")
+        return self._facts
+
+    def printed(self) -> list[str]:
+        """Standard output and standard error, up to the limit."""
+        most = self.limits.output_kb << 10
+        return [os.pread(end, most, 0).decode("utf-8", "replace") for end in self._output]
+
+    def result(self) -> Result:
+        facts = self.wait()
+        code = os.waitstatus_to_exitcode(facts["exit"]) if facts["end"] == "exit" else None
+        stdout, stderr = self.printed()
+        status, reason = self._ending(code, facts, stderr)
+        ended: dict[str, Any] = {"status": status, "reason": _shown(reason), "returncode": code}
+        return Result(**ended, stdout=stdout, stderr=stderr, seconds=facts["seconds"])
+
+    def _ending(self, code: int | None, facts: dict[str, Any], stderr: str) -> tuple[Status, str]:
+        limits = self.limits
+        if any(os.fstat(end).st_size > limits.output_kb << 10 for end in self._output):
+            return "output", f"printed more than {limits.output_kb} kB"
+        if facts["end"] == "timeout":
+            return "timeout", f"took longer than {limits.seconds:g} s"
+        if facts["end"] == "threads":
+            return "forbidden", "started more threads than allowed"
+        if facts["end"] == "files" or code == -signal.SIGXFSZ:
+            return "output", f"wrote more than {limits.file_mb} MB to files"
+        if code == 0:
+            return "ok", ""
+        if code is None:
+            return "killed", "was killed"
+        if code in (-signal.SIGXCPU, -signal.SIGKILL) and facts["cpu"] > limits.cpu - 1:
+            return "timeout", f"took longer than {limits.cpu} s of processor time"
+        if code < 0:
+            name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            return "killed", f"died with {name}"
+        last = stderr.strip().splitlines()[-1][:300] if stderr.strip() else ""
+        return behind(last, limits) or ("failed", f"exited with code {code}" + (f": {last}" if last else ""))
+
+
+def behind(line: str, limits: Limits) -> tuple[Status, str] | None:
+    """Status and reason when an exception, told by the last line of its traceback, comes from a limit."""
+    told = {
+        "memory": f"needed more memory than its {limits.memory_mb} MB",
+        "forbidden": f"did what is not allowed: {line}",
+        "output": f"wrote more than {limits.file_mb} MB to files",
+    }
+    beginning = next((known for known in _BEHIND if line.startswith(known)), None)
+    return None if beginning is None else (_BEHIND[beginning], told.get(_BEHIND[beginning], line))
+
+
+def _shown(reason: str) -> str:
+    """Without what a terminal obeys, or a file cannot hold."""
+    return "".join(part if part.isprintable() or part == "\n" else "?" for part in reason)
+
+
+def _in_memory(text: str) -> int:
+    """A sealed file in memory, read from its beginning."""
+    file = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(file), "wb") as writing:
+        writing.write(text.encode("utf-8", "replace"))
+    os.lseek(file, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def _verdict(printed: str) -> dict[str, Any]:
+    """What the tests found; empty where they ended early."""
+    try:
+        told = json.loads(printed)
+        sound = {name: type(value) for name, value in told.items()} == _VERDICT and 0 <= told["passed"] <= told["total"]
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+    return {name: _shown(value) if isinstance(value, str) else value for name, value in told.items()} if sound else {}
+
+
+def judgement(solving: Execution, judging: Execution) -> CodeResult:
+    """The result that follows from how a program and its tests ended, and from the verdict of the tests."""
+    program, tests, verdict = solving.result(), judging.result(), _verdict(judging.printed()[0])
+    passed, total = verdict.get("passed", 0), verdict.get("total", 0)
+    judged = tests.status == "ok" and total > 0
+    if tests.status == "ok" and (unreadable := verdict.get("unreadable")):
+        return CodeResult(status="unreadable", reason=unreadable)
+    if judged and passed == total:
+        return CodeResult(passed=passed, total=total, status="ok")
+    through = solving.wait()["end"] == "stopped" and program.status == "killed"  # by us, when the tests were through
+    if program.contained and not through:
+        return CodeResult(passed=passed, total=total, status=program.status, reason=program.reason)
+    if limited := behind(verdict.get("error", ""), solving.limits):
+        return CodeResult(passed=passed, total=total, status=limited[0], reason=limited[1])
+    if not judged:
+        reason = f"its tests: {tests.reason or 'they ended without a verdict'}"
+        # By what the program has answered, as far as is known.
+        stopped = tests.contained and tests.status != "killed"
+        return CodeResult(status=tests.status if stopped else "unreadable", reason=reason)
+    reason = verdict.get("reason", "")
+    if verdict.get("ended") and program.returncode is not None:
+        reason = f"exited with code {program.returncode} before the tests were through"
+    return CodeResult(passed=passed, total=total, status="failed", reason=reason)
+
 
 _log = logging.getLogger(__name__)
 
@@ -83,18 +332,12 @@ class Sandbox:
         limits: Limits,
         entry_point: str = "",
         stop: bool = True,
-        same_process: bool = False,
     ) -> CodeResult:
         """Run unit tests (as `judge.run` takes them) against a Python program, contained as well.
 
-        The program lives in a process of its own: the tests call it, and see plain values. With `same_process` it
-        shares the tests' process instead, where it can reach what decides.
+        The program lives in a process of its own: the tests call it, and see plain values.
         """
-        common = {"entry_point": entry_point, "stop": stop, "prelude": self.prelude}
-        job = {"kind": "judge", "tests": dict(tests), **common}
-        if same_process:
-            with Execution(self._launch, {**job, "program": program}, limits) as both:
-                return judgement(both, both)
+        job = {"kind": "judge", "tests": dict(tests), "entry_point": entry_point, "stop": stop, "prelude": self.prelude}
         patient = replace(limits, seconds=limits.seconds + _JUDGE_SECONDS, output_kb=max(limits.output_kb, 64))
         with ExitStack() as stack:
             there, back = os.pipe(), os.pipe()

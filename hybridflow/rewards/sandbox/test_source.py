@@ -74,11 +74,10 @@ def _calls_a_runner(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr | ast.Raise) and any(ast.unparse(call.func) in _RUNNERS for call in calls)
 
 
-def problem(sources: Sequence[str], *, entry_point: str, objects: bool, prelude: Iterable[str] = ()) -> str:
+def problem(sources: Sequence[str], *, entry_point: str, prelude: Iterable[str] = ()) -> str:
     """Why tests cannot judge any program, "" where they may: parts of them cannot run, or they check nothing.
 
-    `entry_point`: the function that they test, "" if unknown. `objects`: whether they may use objects of the program.
-    `prelude`: names that the tests have besides their own.
+    `entry_point`: the function that they test, "" if unknown. `prelude`: names that the tests have besides their own.
     """
     trees = [parse(source) for source in sources]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -98,8 +97,8 @@ def problem(sources: Sequence[str], *, entry_point: str, objects: bool, prelude:
                 run = words[node.name] or (id(node) in collected and _is_collected(node, node in tree.body))
                 if not run and any(map(_is_check, ast.walk(node))):
                     return f"nothing calls {node.name}, which checks something (arguments of tests are not filled in)"
-    if not objects and (name := _class_of_the_program(sources, trees, {entry_point, *prelude}, entry_point)):
-        return f"they make objects of the program's class {name}, which only Code(same_process=True) judges"
+    if name := _class_of_the_program(sources, trees, {entry_point, *prelude}, entry_point):
+        return f"they make objects of the program's class {name}, which Code does not judge: give tests of a function"
     for tree in trees:
         if dead := set(marker.visit(tree) and marker.lines) - _reachable(compile(tree, FILE, "exec")):
             line = min(marker.lines[mark] for mark in dead)

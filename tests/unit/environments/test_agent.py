@@ -1,5 +1,6 @@
 """What is refused on the driver before a call with an agent, and which row of the engine continues which."""
 
+import json
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -11,9 +12,8 @@ import pytest
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Sampling, Until
 from hybridflow.engines.contract import Row
-from hybridflow.environments.acting_session import ActingSession
-from hybridflow.environments.agent import Agent, AgentTurns, report_failures
-from hybridflow.environments.sessions import Asked, EndedTrajectory
+from hybridflow.environments.agent import ActingSession, Agent, report_failures
+from hybridflow.environments.sessions import Sessions
 from hybridflow.errors import ConfigError, RewardError
 from tests.example_templates import byte_tokenizer
 
@@ -90,33 +90,31 @@ def test_seconds_are_any_number_above_zero(seconds):
 
 
 class Scripted:
-    """In the place of Sessions: asks for turns as told."""
+    """In the place of the processes: one that says what it is given."""
+
+    ready = True
 
     def __init__(self) -> None:
-        self.asks: list[Asked] = []
-        self.ended: dict[int, EndedTrajectory] = {}
+        self.says: list[Any] = []
+        self.workers = [self]
 
-    def start(self, *_) -> None: ...
+    def allow(self, *_) -> None: ...
 
-    def answer(self, *_) -> None: ...
+    def send(self, message: bytes) -> None: ...
 
-    def poll(self, seconds: float) -> list[Asked]:
-        found, self.asks = self.asks, []
-        return found
-
-    def take(self) -> dict[int, EndedTrajectory]:
-        found, self.ended = self.ended, {}
-        return found
+    def poll(self, seconds: float) -> list[Any]:
+        found, self.says = self.says, []
+        return [(self, json.dumps(message).encode()) for message in found]
 
 
 def test_a_turn_continues_the_row_that_has_its_tokens():
-    sessions = Scripted()
-    turns = AgentTurns(lambda: sessions, "mask", count())  # type: ignore[arg-type]
+    processes, given = Scripted(), SimpleNamespace(seconds=1.0)
+    turns = Sessions(lambda: (given, None, processes), count())  # type: ignore[arg-type]
     turns.start([Row(5, index, [], Sampling(), index) for index in range(2)], [{}, {}])
     numbers = iter(range(100))
 
     def asked(*turns_of: tuple[int, list[int]]):
-        sessions.asks = [Asked(key, next(numbers), ids, 0, {}) for key, ids in turns_of]
+        processes.says = [["turn", key, next(numbers), ids, {}, []] for key, ids in turns_of]
         rows = turns.poll(0.0)
         assert rows is not None
         return rows
@@ -139,7 +137,7 @@ def test_a_turn_continues_the_row_that_has_its_tokens():
     said(more, 1)
     (anew,) = asked((0, [9, 9]))
     assert anew.name not in (first.name, beside.name)
-    sessions.ended = {0: EndedTrajectory(None, None)}  # type: ignore[arg-type]
+    processes.says = [["end", 0, {"stop": "answer"}]]
     assert turns.poll(0.0) == []
     assert turns.done() == [first.name]  # the others are under way
     said(anew, 2)
@@ -184,18 +182,15 @@ def test_withdrawn_trajectories_are_not_returned():
     session.start(own, [row], Batch({"row_id": [3]}), 1)
     session.advance_while(lambda: True)
     turns: Any = session._turns
-    (key,) = turns._running
-    turns.ended[key] = turns._running.pop(key)
+    (key,) = turns._sessions
+    turns.ended[key] = turns._sessions.pop(key)
     assert session.withdraw(None, keep=False) == []
     session.check(Agent(environment=Shop))
     assert session.advance(Until(rows=1)) == []
 
 
 def ended(*failures: str | None) -> list[Any]:
-    return [
-        SimpleNamespace(begun=SimpleNamespace(row_id=i), end=SimpleNamespace(failure=one))
-        for i, one in enumerate(failures)
-    ]
+    return [SimpleNamespace(begun=SimpleNamespace(row_id=i), failure=one) for i, one in enumerate(failures)]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
 """Environments of real packages, to their ends, in the processes that run agents."""
 
 import asyncio
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy
 import pytest
+from aiohttp import web
 
 from hybridflow import environments
 from hybridflow.environments.acting import EnvironmentLoop, ToolLoop
@@ -226,6 +231,64 @@ def test_an_openenv_server(checkpoint, tmp_path):
     finally:
         server.kill()
         server.wait()
+
+
+@contextmanager
+def stand_in() -> Iterator[str]:
+    """The address of a server with the messages of OpenEnv's, whose episodes last two steps."""
+
+    async def episode(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        steps = 0
+        async for message in socket:
+            asked = json.loads(message.data)
+            if asked["type"] == "reset":
+                found = {"observation": {"text": f"Seed {asked['data'].get('seed')}."}}
+            elif (said := asked["data"]["message"]) == "fail":
+                await socket.send_json({"type": "error", "data": {"message": "lost"}})
+                continue
+            else:
+                steps += 1
+                found = {"observation": {"text": f"heard {said}"}, "reward": float(len(said)), "done": steps == 2}
+            await socket.send_json({"type": "observation", "data": found})
+        return socket
+
+    async def serve() -> None:
+        application = web.Application()
+        application.router.add_get("/ws", episode)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+
+    loop = asyncio.new_event_loop()
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(serve(), loop).result(30)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_a_server_that_speaks_as_those_of_openenv(checkpoint):
+    rows = [{"seed": 7, "says": "abc"}, {"row_id": 8, "says": "fail"}, {"seed": 9, "says": "a"}]
+    heard = []
+
+    def says(row, turn, text):
+        heard.append(text)
+        return row["says"]
+
+    with stand_in() as url:
+        made = environments.openenv(url, observation="text")
+        long, failed, short = run(EnvironmentLoop(made, 5), checkpoint, rows, says)
+    assert (long.failure, long.ending.stop, long.ending.reward) == (None, "done", 6.0)
+    assert (short.failure, short.ending.reward) == (None, 2.0)
+    assert failed.failure is not None
+    assert 'answered step: {"message": "lost"}' in failed.failure
+    assert any("Seed 7." in one for one in heard)
+    assert any("Seed 8." in one for one in heard)
+    assert any("heard abc" in one for one in heard)
 
 
 @pytest.mark.parametrize("url", ["localhost", "http://127.0.0.1:9"])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from hybridflow.config import Sampling
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
-from hybridflow.environments.trajectory import NO_TURN
 from tests.example_templates import tokenizer_of
 from tests.session_runs import call, run
 
@@ -75,7 +75,7 @@ def test_tools_are_called_until_the_model_answers(checkpoint):
         assert tokenizer.raw.decode(masked) == (
             f"\n<|im_start|>user\n<tool_response>\n{number + 1}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
         )
-        assert set(row.turn_ids) == {0, 1, NO_TURN}
+        assert set(row.turn_ids) == {0, 1, -1}
 
 
 def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
@@ -413,15 +413,14 @@ async def ask_as_it_likes(row, model):
 
 
 def test_what_a_client_asks_of_the_sampling_reaches_the_model(checkpoint):
-    sampling: list[dict[str, Any]] = []
+    sampling: list[Sampling] = []
     (one,) = run(Program(ask_as_it_likes), checkpoint, [{}], lambda *_: "x", sampling=sampling)
     assert (one.failure, one.ending.reward) == (None, 1.0)
     own, usual, streamed = sampling
-    assert own == OWN | {
-        "max_tokens": 9, "stop": ["a", "b"], "top_k": 20, "min_p": 0.1, "ignore_eos": True, "stop_token_ids": [5],
-    }  # fmt: skip
-    assert usual == {"greedy": True, "max_tokens": 7, "stop": ["x"], "top_k": 0}
-    assert streamed == {}
+    more: dict[str, Any] = {"max_tokens": 9, "stop": ["a", "b"], "top_k": 20, "min_p": 0.1, "ignore_eos": True}
+    assert own == Sampling(**OWN, **more, stop_token_ids=(5,))
+    assert usual == Sampling(greedy=True, max_tokens=7, stop=("x",), top_k=0)
+    assert streamed == Sampling()
 
 
 REFUSED = {
@@ -461,7 +460,7 @@ async def ask_too_much(row, model):
 
 
 def test_what_would_be_dropped_is_refused_by_name(checkpoint, tmp_path):
-    sampling: list[dict[str, Any]] = []
+    sampling: list[Sampling] = []
     rows = [{"path": str(tmp_path / "said.json")}]
     (one,) = run(Program(ask_too_much), checkpoint, rows, lambda *_: "x", sampling=sampling)
     assert one.failure is None

@@ -9,7 +9,7 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards import Code, RowFailure
 from hybridflow.rewards.code import read_tests
-from hybridflow.rewards.sandbox.run import Limits
+from hybridflow.rewards.sandbox.sandbox import Limits
 
 
 @pytest.fixture(scope="module")
@@ -372,22 +372,9 @@ OBJECTS = {
 }
 
 
-def test_tests_that_need_objects_are_not_judged_unless_they_share_the_process(score):
-    cases = [case[:4] for case in OBJECTS.values()]
-    found = dict(zip(OBJECTS, score(cases)))
+def test_tests_that_need_objects_are_not_judged(score):
+    found = dict(zip(OBJECTS, score([case[:4] for case in OBJECTS.values()])))
     assert {name: answer for name, answer in found.items() if OBJECTS[name][4] not in str(answer)} == {}
-    beside = Code(limits=Limits(seconds=20, memory_mb=256), same_process=True)
-    programs, tests, entry_points, setups = map(list, zip(*cases))
-    results = beside.results(programs, tests, entry_points=entry_points, setups=setups)
-    assert {name: result.reason for name, result in zip(OBJECTS, results) if result.score != 1.0} == {}
-    [wrong] = beside.results([WRONG], [["assert f(2) == 4"]])
-    assert (wrong.score, wrong.status) == (0.0, "failed")
-    [unchecked] = beside.results(["def f(x): return []"], [["for one in f(2):\n    assert one == 4"]])
-    assert (unchecked.score, unchecked.status) == (0.0, "failed")
-    assert "none of its checks was executed" in unchecked.reason
-    brief = Code(limits=Limits(seconds=2, memory_mb=256), same_process=True)
-    endless = brief.results(["while True: pass", "import os\nos._exit(0)"], [["assert f(2) == 4"]] * 2)
-    assert [result.score for result in endless] == [0.0, 0.0]
 
 
 def test_an_object_in_place_of_a_plain_value_is_a_wrong_answer(score):

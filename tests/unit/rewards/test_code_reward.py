@@ -14,8 +14,7 @@ import pytest
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import PRELUDE, Code, Functions, RowFailure
 from hybridflow.rewards.code import extract_program, read_tests, same_output
-from hybridflow.rewards.sandbox.run import Limits
-from hybridflow.rewards.sandbox.sandbox import Sandbox, unavailable
+from hybridflow.rewards.sandbox.sandbox import Limits, Sandbox, unavailable
 
 LIMITS = Limits(seconds=20, memory_mb=256)
 ADD = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
@@ -366,8 +365,6 @@ def test_programs_and_tests_have_the_names_of_the_prelude(code):
     assert [result.score for result in plain[:4]] == [0.0] * 4
     helped = graded(Code(limits=LIMITS, mechanism=code.mechanism, prelude=PRELUDE), rows)
     assert [result.score for result in helped] == [1.0] * 5 + [0.0] * 2, [result.reason for result in helped]
-    shared = Code(limits=LIMITS, mechanism=code.mechanism, prelude=PRELUDE, same_process=True)
-    assert [result.score for result in graded(shared, rows)] == [1.0] * 5 + [0.0] * 2
 
 
 def test_a_prelude_that_does_not_run_is_refused():

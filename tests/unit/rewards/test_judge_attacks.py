@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Code
-from hybridflow.rewards.sandbox.run import Limits
+from hybridflow.rewards.sandbox.sandbox import Limits
 
 TESTS = ["assert f(2) == 4", "assert f(3) == 6"]
 SENDING = """import os, struct, time
@@ -59,17 +59,6 @@ KINDS = {
     "its first thread": "import ctypes\ndef f(x): ctypes.CDLL(None).syscall(60, 0)",
     "its own len": "import builtins\nbuiltins.len = lambda x: 3\ndef f(x): return 0",
 }
-# In the process of the tests a program can write its own verdict: it may pass, and no more.
-VERDICTS = {
-    "a list": "[1]",
-    "nested": "[" * 20000,
-    "no number": '{"passed": "x", "total": 1}',
-    "infinite": '{"passed": 1e999, "total": 1e999}',
-    "more than all": '{"passed": 9, "total": 3, "reason": "", "error": "", "ended": false, "unreadable": ""}',
-    "negative": '{"passed": -9, "total": -3, "reason": "", "error": "", "ended": false, "unreadable": ""}',
-    "nothing": "",
-}
-WRITING = "import os\nfor end in range(3, 20):\n    try: os.write(end, {!r})\n    except OSError: pass\nos._exit(0)"
 PROGRAMS = {name: f"{SENDING}send({data})\nwhile True: time.sleep(1)" for name, data in FORGED.items()} | KINDS
 
 
@@ -81,18 +70,6 @@ def test_no_attack_passes_or_fails_the_judge(mechanism):
         pytest.skip(str(error))
     answers = code([""] * len(PROGRAMS), list(PROGRAMS.values()), tests=[TESTS] * len(PROGRAMS))
     assert {name: one for name, one in zip(PROGRAMS, answers, strict=True) if one != 0.0} == {}
-
-
-@pytest.mark.parametrize("mechanism", ["bubblewrap", "landlock"])
-def test_a_forged_verdict_is_no_failure_of_the_judge(mechanism):
-    try:
-        limits = Limits(seconds=20, memory_mb=256)
-        code = Code(limits=limits, mechanism=mechanism, same_process=True, all_or_nothing=False)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    programs = [WRITING.format(told.encode()) for told in VERDICTS.values()]
-    answers = code([""] * len(programs), programs, tests=[TESTS] * len(programs))
-    assert {name: one for name, one in zip(VERDICTS, answers, strict=True) if one != 0.0} == {}
 
 
 def test_a_reason_holds_only_what_can_be_shown():

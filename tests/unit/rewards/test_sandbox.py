@@ -15,8 +15,7 @@ import pytest
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.processes.supervisor import ServerProcess
 from hybridflow.rewards.sandbox import sandbox as sandbox_module
-from hybridflow.rewards.sandbox.run import Limits, Result
-from hybridflow.rewards.sandbox.sandbox import Sandbox, unavailable
+from hybridflow.rewards.sandbox.sandbox import Limits, Result, Sandbox, unavailable
 
 ROOT = Path(__file__).resolve().parents[3]
 FAST = Limits(seconds=20, memory_mb=256)
@@ -255,7 +254,7 @@ def test_nothing_stays_when_the_caller_is_killed(mechanism):
     if reason := unavailable(mechanism):
         pytest.skip(f"{mechanism}: {reason}")
     program = (
-        "import os, threading\nfrom hybridflow.rewards.sandbox.run import Limits\n"
+        "import os, threading\nfrom hybridflow.rewards.sandbox.sandbox import Limits\n"
         "from hybridflow.rewards.sandbox.sandbox import Sandbox\n"
         f"with Sandbox({mechanism!r}) as s:\n"
         "    threading.Timer(0.5, lambda: print('started', s._scratch, flush=True)).start()\n"
@@ -296,7 +295,7 @@ def test_an_ordinary_user_can_contain_as_well():
     if os.getuid() != 0 or not python.exists() or not os.stat(ROOT / "hybridflow").st_mode & 0o001:
         pytest.skip("needs root, and a system's Python")
     program = (
-        "import json\nfrom hybridflow.rewards.sandbox.run import Limits\n"
+        "import json\nfrom hybridflow.rewards.sandbox.sandbox import Limits\n"
         "from hybridflow.rewards.sandbox.sandbox import Sandbox, unavailable\n"
         "found = {}\n"
         "for name in ('bubblewrap', 'landlock'):\n"

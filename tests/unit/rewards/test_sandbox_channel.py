@@ -253,7 +253,7 @@ def test_an_object_is_known_by_its_class_alone():
             getattr(made, name)
     assert not callable(made)
     for use in (lambda: made.next, passed_on(lambda: 3)):  # which no plain value has
-        with pytest.raises(NotJudged, match="same_process=True"):
+        with pytest.raises(NotJudged, match="which Code does not judge"):
             use()
 
 

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from hybridflow.rewards.sandbox.containment import remove_tree
-from hybridflow.rewards.sandbox.run import Limits
-from hybridflow.rewards.sandbox.sandbox import Sandbox, unavailable
+from hybridflow.rewards.sandbox.sandbox import Limits, Sandbox, unavailable
 
 FAST = Limits(seconds=20, memory_mb=256)
 

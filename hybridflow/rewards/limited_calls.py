@@ -1,4 +1,4 @@
-"""ProcessPool: worker processes that run a function, each call with a limit of time and memory.
+"""Calls of functions with a limit of time each: in worker processes (ProcessPool), or in this one (CallLimit).
 
 Libraries' pools were measured first: in pebble 5.2.3 one worker that dies can fail the calls of others (its workers
 share one pipe and its locks), and multiprocessing's "spawn" and "forkserver" run the user's main module again.
@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -18,8 +19,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, Self
 
 import cloudpickle
@@ -29,82 +30,48 @@ from hybridflow.processes.channel import LARGEST_MESSAGE, Channel
 from hybridflow.processes.fork_server import reason_of
 from hybridflow.processes.supervisor import Supervisor, WorkerProcess
 from hybridflow.rewards.function_adapters import Breakdown, RowFailure, name_of, settled
-from hybridflow.settings import Positive, Size, checked, is_number, require
 
-Call = tuple[Sequence[Any], Mapping[str, Any]]
-"""Positional and named arguments."""
-
-NOT_BEGUN = "was not begun: too many others failed"
+NOT_BEGUN = Breakdown("was not begun: too many others failed")
 UNSENT = "answered with what cannot be sent back"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Of one call in a worker process: its `value`, or the `failure` that it ended with.
-
-    A failure is a reason in words that follow the name of the function: "took longer than 5 s", "died with SIGSEGV",
-    "raised ValueError: ...".
-    """
-
-    value: Any = None
-    failure: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.failure is None
-
-
 class ProcessPool:
-    """Up to `workers` processes that run `function` (sync or async), each call with a limit of `seconds`.
+    """Up to `workers` processes that run `function` (sync or async), each call with a limit of time.
 
     Workers start with the first calls, forked from a small template process that loads the function once (this
     process's threads and memory are not copied), and end with this process, however it ends. Pickling takes the
-    settings only: a copy starts workers of its own, and so does a process that is forked from this one. `memory_mb` is
-    what a worker may allocate beyond its size once the function is loaded. What a function prints is not shown; where
-    a worker dies, its last words are part of the reason. Answers are plain data: numbers (those of numpy and torch
-    too), texts, None, RowFailure, and lists and dicts of them.
+    settings only: a copy starts workers of its own, and so does a process that is forked from this one. What a function
+    prints is not shown; where a worker dies, its last words are part of the reason. Answers are plain data: numbers
+    (those of numpy and torch too), texts, None, RowFailure, and lists and dicts of them.
 
-    The pool keeps crashes and runaway memory and time away from this process. It does not protect against a malicious
-    function, which has all rights of this user (for programs written by a model, see `Code`).
-    Errors: ConfigError for settings out of range; RewardError when the function cannot be loaded in a worker.
+    The pool keeps crashes and runaway time away from this process. It does not protect against a malicious function,
+    which has all rights of this user (for programs written by a model, see `Code`).
+    Errors: RewardError when the function cannot be loaded in a worker.
     """
 
-    workers: Size
-    seconds: Positive
-    memory_mb: Positive | None
-
-    def __init__(
-        self, function: Callable[..., Any], workers: int, *, seconds: float, memory_mb: float | None = None
-    ) -> None:
-        self.function, self.workers, self.seconds, self.memory_mb = function, workers, seconds, memory_mb
-        for name in ("workers", "seconds", "memory_mb"):
-            _ = checked(type(self), name, getattr(self, name))
+    def __init__(self, function: Callable[..., Any], workers: int) -> None:
+        self.function, self.workers = function, workers
         self._reset()
 
-    def __reduce__(self) -> tuple[Callable[[], ProcessPool], tuple[()]]:
-        settings = {"seconds": self.seconds, "memory_mb": self.memory_mb}
-        return partial(type(self), self.function, self.workers, **settings), ()
+    def __reduce__(self) -> tuple[type[ProcessPool], tuple[Callable[..., Any], int]]:
+        return type(self), (self.function, self.workers)
 
     def map(
-        self, calls: Sequence[Call], *, seconds: float | Sequence[float] | None = None, failures: int | None = None
-    ) -> list[Outcome]:
-        """Run `function(*args, **kwargs)` for every (args, kwargs) and return one Outcome per call, in order.
+        self, calls: Sequence[tuple[Any, ...]], seconds: Sequence[float], *, failures: int | None = None
+    ) -> list[Any]:
+        """`function(*call)` for every call, in order, or a Breakdown: "took longer than 5 s", "died with SIGSEGV" ...
 
-        The limit (`seconds` here replaces the constructor's, for all calls or for each) counts from the moment a
-        worker that has loaded the function gets the call. A worker that is late or dead is killed with everything it
-        started, and replaced; daemons that calls left behind are killed once all calls are answered. Once `failures`
-        calls have failed, those that no worker has begun fail with NOT_BEGUN.
+        The limit in `seconds` of each counts from the moment a worker that has loaded the function gets the call. A
+        worker that is late or dead is killed with everything it started, and replaced; daemons that calls left behind
+        are killed once all calls are answered. Once `failures` calls have failed, those that no worker has begun are
+        NOT_BEGUN.
         """
-        given = self.seconds if seconds is None else seconds
-        limits = [given] * len(calls) if isinstance(given, int | float) else list(given)
-        good = len(limits) == len(calls) and all(is_number(limit) and limit > 0 for limit in limits)
-        require(good, f"ProcessPool.map(seconds={seconds!r}): give one number above 0, or one per call.")
         if not calls:
             return []
         self._check_process()
         with self._lock:
             try:
-                return self._map(calls, limits, failures)
+                return self._map(calls, seconds, failures)
             except BaseException:
                 self._stop()  # a worker in the middle of a call would answer to the next one
                 raise
@@ -114,12 +81,6 @@ class ProcessPool:
         self._check_process()
         with self._lock:
             self._stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _reset(self) -> None:
         self._process_id = os.getpid()
@@ -137,28 +98,29 @@ class ProcessPool:
             self._template.close()
             self._template = None
 
-    def _map(self, calls: Sequence[Call], limits: Sequence[float], failures: int | None) -> list[Outcome]:
-        found: dict[int, Outcome] = {}
+    def _map(self, calls: Sequence[tuple[Any, ...]], limits: Sequence[float], failures: int | None) -> list[Any]:
+        found: dict[int, Any] = {}
         messages: dict[int, bytes] = {}
         for index, call in enumerate(calls):
             try:
-                messages[index] = cloudpickle.dumps(tuple(call))
+                messages[index] = cloudpickle.dumps(call)
             except Exception as error:  # pickling runs the user's classes
-                found[index] = Outcome(None, f"was given what cannot be sent to it: {error}")
+                found[index] = Breakdown(f"was given what cannot be sent to it: {error}")
                 continue
             if (size := len(messages[index])) > LARGEST_MESSAGE:
-                found[index] = Outcome(None, f"was given {size >> 20} MiB, more than a call may have")
+                found[index] = Breakdown(f"was given {size >> 20} MiB, more than a call may have")
                 del messages[index]
         if (template := self._template) is None:
-            answering = partial(answer_calls, self.function, self.memory_mb)
-            self._template = template = Supervisor(pickled(answering, name_of(self.function)), self.memory_mb)
+            self._template = template = Supervisor(
+                pickled(partial(answer_calls, self.function), name_of(self.function))
+            )
             _ = weakref.finalize(self, template.close)
         waiting, running = deque(messages), dict[WorkerProcess, int]()
         template.lost = 0
         _ = template.poll(0.0)  # workers that died since the last batch
         while waiting or running:
-            if failures is not None and sum(not one.ok for one in found.values()) >= failures:
-                found |= {index: Outcome(None, NOT_BEGUN) for index in waiting}
+            if failures is not None and sum(isinstance(one, Breakdown) for one in found.values()) >= failures:
+                found |= dict.fromkeys(waiting, NOT_BEGUN)
                 waiting.clear()
             for worker in [one for one in template.workers if one.ready and one not in running][: len(waiting)]:
                 running[worker] = index = waiting.popleft()
@@ -171,35 +133,31 @@ class ProcessPool:
             for worker, said in template.poll(max(0.0, due - time.monotonic())):
                 index, worker.due, sound = running.pop(worker, None), math.inf, True
                 try:
-                    outcome = Outcome(None, said) if isinstance(said, str) else Outcome(*pickle.loads(said))
+                    answer = Breakdown(said) if isinstance(said, str) else pickle.loads(said)
                 except Exception as error:  # written by the function: reading it may raise anything
-                    outcome, sound = Outcome(None, f"answered with what cannot be read: {reason_of(error)}"), False
+                    answer, sound = Breakdown(f"answered with what cannot be read: {reason_of(error)}"), False
                 if not (sound and index is not None) and worker in template.workers:
                     _ = template.end(worker)  # it was not the loop of a worker that said this
                 if index is not None:
-                    found[index] = outcome
+                    found[index] = answer
         template.sweep()
         return [found[index] for index in range(len(calls))]
 
 
-def answer_calls(function: Callable[..., Any], memory_mb: float | None, connection: socket.socket) -> None:
+def answer_calls(function: Callable[..., Any], connection: socket.socket) -> None:
     """What a worker does: answer calls, until its owner closes the connection."""
     channel = Channel(connection.fileno(), connection.fileno(), LARGEST_MESSAGE)
     while (call := channel.read()) is not None:
         try:
-            args, kwargs = pickle.loads(call)
-            answer = settled(function(*args, **kwargs)), None
-        except MemoryError as error:
-            why = reason_of(error)
-            answer = None, why if memory_mb is None else f"needed more memory than its {memory_mb:g} MB ({why})"
+            answer = settled(function(*pickle.loads(call)))
         except BaseException as error:  # the user's code, whose SystemExit must not end the worker either
-            answer = None, reason_of(error)
+            answer = Breakdown(reason_of(error))
         try:
             message = pickle.dumps(plain(answer))
             if len(message) > LARGEST_MESSAGE:
                 raise ValueError(f"{len(message) / 2**20:.0f} MiB is more than an answer may have")
         except Exception as error:  # the answer is of a type of the user's, which may raise anything
-            message = pickle.dumps((None, f"{UNSENT}: {reason_of(error)}"))
+            message = pickle.dumps(Breakdown(f"{UNSENT}: {reason_of(error)}"))
         channel.write(message)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the function closed it
@@ -240,3 +198,69 @@ def pickled(function: Any, name: str, otherwise: str = "") -> bytes:
             f"{name} cannot be sent to a worker process ({type(error).__name__}: {error}). Let it make what it needs "
             f"when it is called{otherwise}."
         ) from error
+
+
+class LateCallError(BaseException):
+    """Raised inside a call that is late for `limit`; no `except Exception` of the function may stop it."""
+
+    def __init__(self, limit: object) -> None:
+        super().__init__()
+        self.limit = limit
+
+
+class CallLimit:
+    """Interrupts late calls in this process, by a signal, and again every second; tells interrupts by the user apart.
+
+    Without effect off the main thread, the only one that Python interrupts, and while a C function runs.
+    """
+
+    def __init__(self) -> None:
+        self._due, self._over, self._stopped = math.inf, threading.Event(), False
+        self._watching = threading.Thread(target=self._watch, name="reward-limit", daemon=True)
+        self._main = threading.current_thread() is threading.main_thread()
+
+    def run(self, call: Callable[[], Any], seconds: float) -> Any:
+        """The call's return value, or a Breakdown if it took over `seconds`."""
+        try:
+            try:
+                self._due = time.monotonic() + seconds
+                return call()
+            finally:
+                self._due = math.inf
+        except LateCallError as error:
+            if error.limit is not self:
+                raise
+            return Breakdown(f"took longer than {seconds:g} s (timeout= sets another limit)", error)
+        except KeyboardInterrupt as error:
+            if self._stopped:
+                raise
+            return Breakdown(reason_of(error), error)  # the function's own
+
+    def __enter__(self) -> Self:
+        if self._main:
+            ours = (signal.SIGVTALRM, *([signal.SIGINT] if callable(signal.getsignal(signal.SIGINT)) else []))
+            self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in ours}
+            self._watching.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            self._over.set()
+            self._watching.join()
+            for number, before in self._before.items():
+                signal.signal(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._stopped |= number == signal.SIGINT
+        if number == signal.SIGVTALRM and time.monotonic() >= self._due:
+            raise LateCallError(self)
+        if callable(before := self._before[number]):  # of the user, or of a limit around this one
+            before(number, frame)
+
+    def _watch(self) -> None:
+        pause = 0.0
+        while not self._over.wait(pause):
+            pause = min(1.0, self._due - time.monotonic())
+            if pause <= 0:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
+                pause = 1.0
