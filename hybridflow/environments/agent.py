@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from hybridflow.config import Sampling
 from hybridflow.data.encoded_image import MOST_PIXELS
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
-from hybridflow.engines.contract import Row
-from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.engines.contract import Row, derived_seed
 from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.data.encoded_image import EncodedImage
-from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.engines.contract import derived_seed
 from hybridflow.environments.acting import STOPS, Ending
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.trajectory import Trajectory

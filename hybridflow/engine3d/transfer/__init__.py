@@ -1,5 +1,4 @@
 """Runs a plan over torch.distributed.
 
-`transfer` is the entry. `handshake` agrees on dtypes, `buffers` packs and sends a round,
-`peer_memory` reads from processes of the same host.
+`transfer` is the entry. `handshake` agrees on dtypes, `buffers` packs and sends a round.
 """

@@ -40,10 +40,9 @@ from hybridflow.engines.megatron.layout import (
     vocabulary_rows,
     weights_layout,
 )
-from hybridflow.engines.megatron.messages import StageMessages
 from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config, without_output_layer
 from hybridflow.engines.megatron.parallel_adapters import add_adapters
-from hybridflow.engines.megatron.stage_pass import StagePass
+from hybridflow.engines.megatron.stage_pass import StageMessages, StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext

@@ -9,18 +9,20 @@ schedule, and would wait for them. The pass is refused where all ranks agree on 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engines.megatron.messages import Direction, StageMessages, wait
 from hybridflow.engines.micro_batches import MicroBatch
-from hybridflow.engines.process_groups import is_communication_error
-from hybridflow.planner.pipeline.schedule import Instruction
+from hybridflow.engines.process_groups import RankContext, is_communication_error
+from hybridflow.planner.pipeline.schedule import WINDOW, Instruction
+
+Direction = Literal["forward", "backward"]
 
 
 class StagePass:
@@ -138,3 +140,53 @@ class StagePass:
         if settings.sequence_parallel:
             length //= settings.tensor_model_parallel_size
         return torch.empty(length, rows, settings.hidden_size, dtype=settings.pipeline_dtype, device=self._device)
+
+
+class StageMessages:
+    """Activations and gradients of one model between this stage and its neighbours; at most `WINDOW` of a direction are
+    on their way, as `simulate` assumes. Every wait ends with the timeout of the context's groups.
+
+    Both sides know the shape of each message from its micro-batch, and both send and receive in the order of one
+    schedule, because NCCL has no tags. Each direction has a group of its own there: one stream would make them wait for
+    each other.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        members = context.grid.group(context.rank, "p")
+        at, ranks = context.coords.p, [context.groups.ranks[member] for member in members]
+        before, after = ranks[at - 1] if at else None, ranks[at + 1] if at + 1 < len(ranks) else None
+        self.first = before is None  # nothing comes from a stage before this one
+        self._peers = {"forward": (before, after), "backward": (after, before)}  # to receive from, to send to
+        both = own = context.groups.of(members)
+        if context.device.type == "cuda":
+            both, own = (context.groups.new(f"pipeline-{name}", members, priority=True) for name in self._peers)
+        self._groups = {"forward": both, "backward": own}
+        context.groups.between_stages.update((both, own))
+        self._sent: dict[str, deque[tuple[dist.Work, Tensor]]] = {"forward": deque(), "backward": deque()}
+
+    def receive(self, direction: Direction, buffer: Tensor) -> dist.Work:
+        """Announce the next message of a direction; it is in `buffer` once `wait` returns."""
+        work = dist.irecv(buffer, self._peers[direction][0], group=self._groups[direction])
+        assert work is not None
+        return work
+
+    def send(self, direction: Direction, message: Tensor) -> None:
+        """Without waiting for the peer, except for a message that it should have received long ago."""
+        sent = self._sent[direction]
+        if len(sent) == WINDOW:
+            sent.popleft()[0].wait()
+        message = message.detach().contiguous()
+        work = dist.isend(message, self._peers[direction][1], group=self._groups[direction])
+        assert work is not None
+        sent.append((work, message))
+
+    def flush(self) -> None:
+        """Wait until the peers have received everything."""
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft()[0].wait()
+
+
+def wait(work: dist.Work) -> None:
+    """Until the message has arrived."""
+    work.wait()

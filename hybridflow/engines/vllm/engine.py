@@ -19,19 +19,17 @@ from hybridflow.config import KV, VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
-from hybridflow.engines.contract import Row, RowSource
+from hybridflow.engines.contract import Row, RowSource, derived_seed
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.row_images import RowImages, check_prompt
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.cache_image import CacheImage, CachePricing
 from hybridflow.engines.vllm.core import collect, memory, model_runner, start_core, stop_core, zero_pages
 from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
-from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop
+from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop, RequestMaker
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
-from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.requirements import check, expert_count, max_length, runs_eagerly
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
-from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.errors import ConfigError, HybridFlowError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
@@ -84,6 +82,7 @@ class VLLMEngine:
                 "at a time is the limit. Close the other one, or place this group on other devices."
             )
         self._core: EngineCore | None = None
+        self._model_runner: Any = None
         self._routing: RoutedExperts | None = None
         try:
             with isolation.fence(self.device), isolation.batch_invariant(self.device):
@@ -94,6 +93,7 @@ class VLLMEngine:
                 self._core = start_core(
                     strategy, spec, self.checkpoint, self.device, self._groups, probe, self._routing
                 )
+            self._model_runner = model_runner(self._core)
             self._layout = self._layout_of(probe)
             self._flat = flat_storages(self._layout.regions(context.rank))
             self._viewed = frozenset[str]() if probe is None else probe.viewed
@@ -138,7 +138,8 @@ class VLLMEngine:
         return self._core
 
     def _runner(self) -> Any:
-        return model_runner(self._alive())
+        _ = self._alive()
+        return self._model_runner
 
     def generate(
         self,
@@ -494,5 +495,5 @@ class VLLMEngine:
     def _shut_down(self) -> None:
         if self._core is not None:
             stop_core(self._core, self._groups)
-            self._core = None
+            self._core = self._model_runner = None
         collect(self.device)
