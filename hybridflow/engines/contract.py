@@ -17,7 +17,7 @@ from hybridflow.config import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridflow.engines.row_images import RowImages
+    from hybridflow.engines.vllm.row_images import RowImages
 
 Output = Literal["log_probs", "entropy", "values", "logits", "ref_logits"]
 """Outputs that a loss can ask for; `logits` and `ref_logits` (the teacher's) are `algorithms.logits.Logits`."""

@@ -30,7 +30,7 @@ from hybridflow.rewards.process_pool import pickled
 
 if TYPE_CHECKING:  # they import torch
     from hybridflow.engines.contract import Row
-    from hybridflow.engines.row_images import RowImages
+    from hybridflow.engines.vllm.row_images import RowImages
     from hybridflow.environments.turn_images import TurnImages
 
 _TOGETHER = (1 << 30, 32, 4, 1)

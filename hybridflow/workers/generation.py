@@ -21,8 +21,8 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
-from hybridflow.engines.row_images import RowImages, check_columns
 from hybridflow.engines.vllm.requirements import check_response
+from hybridflow.engines.vllm.row_images import RowImages, check_columns
 from hybridflow.environments.acting_session import ActingSession, RecentSessions
 from hybridflow.environments.agent import AGENT_SETTINGS, Acted, Agent, AgentTurns, report_failures
 from hybridflow.environments.trajectory import TrajectoryRow

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
-from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.megatron.experts import Router
@@ -44,10 +43,11 @@ from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, tran
 from hybridflow.engines.megatron.parallel_adapters import add_adapters
 from hybridflow.engines.megatron.stage_pass import StageMessages, StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
-from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.rank_exchanges import ContextParallel
 from hybridflow.engines.router_replay import Replays
 from hybridflow.engines.sharded_model import Failed, Read, ShardedModel, compute_dtype
+from hybridflow.engines.time_sharing import PipelineTurn
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
 from hybridflow.errors import WaitTimeoutError

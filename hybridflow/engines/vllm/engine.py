@@ -21,7 +21,6 @@ from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
 from hybridflow.engines.contract import Row, RowSource, derived_seed
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.row_images import RowImages, check_prompt
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.cache_image import CacheImage, CachePricing
 from hybridflow.engines.vllm.core import collect, memory, model_runner, start_core, stop_core, zero_pages
@@ -30,6 +29,7 @@ from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop, RequestMaker
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check, expert_count, max_length, runs_eagerly
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
+from hybridflow.engines.vllm.row_images import RowImages, check_prompt
 from hybridflow.errors import ConfigError, HybridFlowError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
@@ -103,7 +103,8 @@ class VLLMEngine:
             self._cache: Memory = memory(self._core, "kv_cache", caches, eager=self._eager)
             requests, keeps = RequestMaker(self.checkpoint, spec.images), strategy.kv != "recompute"
             agreed = self._groups.of_first
-            self._loop = EngineLoop(self._core, requests, agreed, self.max_length, keeps, self._routing)
+            runner, length = self._model_runner, self.max_length
+            self._loop = EngineLoop(self._core, runner, requests, agreed, length, keeps, self._routing)
             self._image = self._new_image(caches)
         except BaseException as error:
             for one in (error, error.__context__):  # or memory stays as long as the error

@@ -29,10 +29,9 @@ from torch import Tensor
 from hybridflow.config import Sampling, Until
 from hybridflow.data.tokenizer import Tokenizer, end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
-from hybridflow.engines.vllm.core import model_runner
-from hybridflow.engines.vllm.image_features import features
 from hybridflow.engines.vllm.isolation import batch_invariant
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
+from hybridflow.engines.vllm.row_images import features
 from hybridflow.errors import ConfigError
 from hybridflow.models.images import ImageTokens
 
@@ -49,15 +48,16 @@ MOMENT = 0.05  # seconds
 class EngineLoop:
     """The rows of one rank. All ranks of a replica make the same calls, and the same steps in each.
 
-    `agreed(number)` is the number of the replica's first rank, collective over the replica. With `keeps`, rows keep
-    their KV cache when weights change. Requests have a salt, so that a row finds no blocks of the prefix cache that are
-    older than the latest `rest`. A row cannot be longer than `max_length` tokens of prompt and response.
-    `routing`, when given, captures the experts of finished rows.
+    `agreed(number)` is the number of the replica's first rank, collective over the replica; `runner` is the model runner
+    of `core`. With `keeps`, rows keep their KV cache when weights change. Requests have a salt, so that a row finds no
+    blocks of the prefix cache that are older than the latest `rest`. A row cannot be longer than `max_length` tokens of
+    prompt and response. `routing`, when given, captures the experts of finished rows.
     """
 
     def __init__(
         self,
         core: EngineCore,
+        runner: Any,
         requests: RequestMaker,
         agreed: Callable[[int], int],
         max_length: int,
@@ -67,8 +67,7 @@ class EngineLoop:
         self._routing = routing
         self._core, self._requests, self._agreed = core, requests, agreed
         self._max_length, self._keeps = max_length, keeps
-        self._runner = model_runner(core)
-        self._sampler: Any = self._runner.sampler
+        self._runner, self._sampler = runner, runner.sampler
         self._scheduler: Any = core.scheduler
         self._held = HeldCaches(core)
         self.policy_version = -1  # vLLM starts with random weights
