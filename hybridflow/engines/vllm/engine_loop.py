@@ -48,8 +48,8 @@ MOMENT = 0.05  # seconds
 class EngineLoop:
     """The rows of one rank. All ranks of a replica make the same calls, and the same steps in each.
 
-    `agreed(number)` is the number of the replica's first rank, collective over the replica; `runner` is the runner of the
-    model. With `keeps`, rows keep their KV cache when weights change. Requests have a salt, so that a row finds no
+    `agreed(number)` is the number of the replica's first rank, collective over the replica. `runner` runs the model.
+    With `keeps`, rows keep their KV cache when weights change. Requests have a salt, so that a row finds no
     blocks of the prefix cache that are older than the latest `rest`. A row cannot be longer than `max_length` tokens of
     prompt and response. `routing`, when given, captures the experts of finished rows.
     """
