@@ -36,7 +36,7 @@ from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, on
 from hybridflow.planner.pipeline.shared_schedule import together
 
 if TYPE_CHECKING:
-    from hybridflow.engines.megatron.stage_pass import StagePass
+    from hybridflow.engines.megatron.engine import StagePass
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import CopyStream, Transfer
 from hybridflow.engines import flat_shards
-from hybridflow.engines.megatron import stage_pass
+from hybridflow.engines.megatron import engine as megatron
 from tests.contracts.engine_tasks import build
 from tests.contracts.example_models import loss_of, make_batch, make_model
 from tests.contracts.rank_processes import World
@@ -200,7 +200,7 @@ def pipeline(rank: int, store: dist.Store, groups: list[dist.ProcessGroup]) -> o
 
 
 def pipeline_without_waits(rank: int, store: dist.Store, groups: list[dist.ProcessGroup]) -> object:
-    stage_pass.wait = lambda work: None
+    megatron.wait = lambda work: None
     return pipeline(rank, store, groups)
 
 

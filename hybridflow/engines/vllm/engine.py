@@ -139,8 +139,7 @@ class VLLMEngine:
         return self._core
 
     def _runner(self) -> Any:
-        _ = self._alive()
-        return self._model_runner
+        return self._alive() and self._model_runner
 
     def generate(
         self,
@@ -353,7 +352,8 @@ class VLLMEngine:
                     f"max_length={self.max_length} (the model's context is {self.spec.context}). Shorten or filter "
                     "the prompts, or raise VLLM(max_length=...)."
                 )
-            check_prompt(name, prompt, row.images, self.spec, self.strategy.image_tokens)
+            if row.images is not None or self.spec.images:
+                check_prompt(name, prompt, row.images, self.spec, self.strategy.image_tokens)
             if min(prompt) < 0 or max(prompt) >= self.spec.vocab:
                 raise PromptError(
                     f"prompt {name} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "
