@@ -2,27 +2,30 @@
 
 A Llama of 100 M parameters in bfloat16, trained at 1-4-1 and generating at 1-2-2-1, with Megatron-core and vLLM on four
 Ray hosts. `full_tensors` is the method of other systems: every rank gathers each full parameter, converts it to Hugging
-Face tensors and passes them to vLLM's `load_weights`. The methods are interleaved in one run; seconds are the slowest
-rank's, medians over `--repeats`, and on CUDA those of what the device does, too. `memcpy` copies the bytes received by
-the hybridflow design within the device (on the CPU within host memory), into fresh and into touched pages. `overlap` is
-an Adam step and the move of all weights, one after the other and as asynchronous weight transformation. Prints one JSON
-line.
+Face tensors and passes them to vLLM's `load_weights`. `messages` is hybridflow without reads from other ranks' memory.
+The methods are interleaved in one run; seconds are the slowest rank's, medians over `--repeats`, and on CUDA those of
+what the device does, too. `memcpy` copies the bytes received by the hybridflow design within the device (on the CPU
+within host memory), into fresh and into touched pages. `overlap` is an Adam step and the move of all
+weights, one after the other and as asynchronous weight transformation. Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import hybridflow as hf
 from benchmarks.designs import WEAKER, WeakerTransition
@@ -46,7 +49,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
-WAYS = ("hybridflow", *WEAKER, "full_tensors")
+WAYS = ("hybridflow", "messages", *WEAKER, "full_tensors")
 
 
 class Regrouped:
@@ -67,6 +70,7 @@ class Transitions:
 
     def __init__(self, *, model: str, optimizer: hf.Adam | None, designs: bool = True) -> None:
         from hybridflow.engines.train_backends import build_engine
+        from hybridflow.engines.vllm import core
         from hybridflow.engines.vllm.engine import VLLMEngine
         from hybridflow.engines.vllm.layout import vllm_layout
 
@@ -80,14 +84,23 @@ class Transitions:
         self.train.weights_loaded()
         generation = self.grid.generation()
         vllm = hf.VLLM(tp=generation.t, pp=generation.p, dtype="bfloat16", kv_cache_gb=0.05)
-        self.generator = VLLMEngine(context, vllm, generation, spec, model)
+        self.loaders: dict[nn.Parameter, Any] = {}
+        with patch.object(core, "lighten", partial(self._lighten, core.lighten)):
+            self.generator = VLLMEngine(context, vllm, generation, spec, model)
         vanilla = vllm_layout(spec, self.grid.generation(rule="vanilla"))
         self.engines: dict[str, Any] = {"hybridflow": self._hybrid(overlap=optimizer is not None)}
         if optimizer is None and designs:
+            with patch.dict(os.environ, {"HYBRIDFLOW_PEER_MEMORY": "0"}):
+                self.engines["messages"] = self._hybrid()
             for name in WEAKER:
                 self.generator.memory().acquire()
                 regrouped = Regrouped(self.generator, vanilla)
                 self.engines[name] = WeakerTransition(name, self.train, regrouped, self.group, self.rank)
+
+    def _lighten(self, lighten: Callable[[nn.Module], None], model: nn.Module) -> None:
+        """Keep the classes of vLLM's parameters, which have its loaders and which an engine does not need."""
+        self.loaders = {parameter: type(parameter) for parameter in model.parameters()}
+        lighten(model)
 
     def _hybrid(self, overlap: bool = False) -> HybridEngine:
         self.generator.memory().acquire()
@@ -124,11 +137,15 @@ class Transitions:
 
     def _load_full_tensors(self) -> dict[str, float]:
         self.generator.memory().acquire()
-        received = [0]
+        received, plain = [0], {parameter: type(parameter) for parameter in self.loaders}
+        for parameter, kind in self.loaders.items():
+            parameter.__class__ = kind
         start = self._clock()
         with torch.no_grad():
             self.generator._runner().model.load_weights(self._full_tensors(received))  # vLLM's own loader
         seconds = self._clock() - start
+        for parameter, kind in plain.items():
+            parameter.__class__ = kind
         self.generator.memory().release()
         return {"seconds": seconds, "received_mb": received[0] / 1e6}
 

@@ -163,9 +163,9 @@ def test_a_killed_peer_ends_in_errors_on_those_who_meet_it(seen):
     assert ["not all of them came" in seen[rank]["killed"][1] for rank in (0, 5)] == [True, True]
 
 
-def test_a_peer_that_dies_while_it_sends_ends_in_errors(seen):
+def test_a_peer_that_dies_while_its_memory_is_read_ends_in_errors(seen):
     for rank in (0, 5):
-        assert seen[rank]["midway"].startswith("True: ranks [")
+        assert seen[rank]["midway"].startswith("1 readable, True: ranks [")
         assert "did not take part in moving weights with" in seen[rank]["midway"]
 
 

@@ -185,6 +185,15 @@ def test_layers_are_divided_as_vllm_divides_them(results) -> None:
         assert [(part.start, part.stop) for part in ours] == bounds
 
 
+def test_the_short_path_decides_as_vllm_does(results):
+    found = results["llama"][2]["schedulers"]
+    assert found["difference"] == ""
+    assert found["short"] > 300
+    assert found["steps"] - found["short"] > 100
+    assert found["preempted"] > 0
+    assert found["finished"] > 100
+
+
 def test_truncation_limits_tokens_and_not_log_probs(results, models) -> None:
     out = results["llama"][2]
     for name, allowed in (("top_k", lambda p: 3), ("top_p", lambda p: int((p.cumsum(-1) < 0.5).sum()) + 1)):

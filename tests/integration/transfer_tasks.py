@@ -325,7 +325,7 @@ class Dying(Residency):
 
 
 def killed_midway(groups: ProcessGroups, rank: int) -> str:
-    """Rank 6 dies while it sends to ranks 0 and 5."""
+    """Rank 6 dies while ranks 0 and 5 read its memory."""
     members = [0, 5, 6]
     if rank not in members:
         return ""
@@ -339,7 +339,7 @@ def killed_midway(groups: ProcessGroups, rank: int) -> str:
     try:
         transfer.run()
     except WaitTimeoutError as error:
-        return f"{transfer.received_bytes > 0}: {error}"
+        return f"{len(transfer._memory.readable)} readable, {transfer.received_bytes > 0}: {error}"
     return "arrived"
 
 

@@ -19,7 +19,7 @@ from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import HybridFlowError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
-from tests.integration import session_scenarios, turn_scenarios
+from tests.integration import schedulers, session_scenarios, turn_scenarios
 
 VOCAB, CONTEXT, EOS = 70, 64, 1  # 70 rows of vocabulary: vLLM pads them to 128
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -275,6 +275,7 @@ def _single(
         "second": _error(another),
     }
     out["stages"] = _stages_of_vllm()
+    out["schedulers"] = schedulers.compared(engine._alive())
     out["growth"] = _growth(engine, weights)
     out["shared"] = _shared(engine, weights)
     _save_tokenizer(path)

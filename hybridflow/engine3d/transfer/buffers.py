@@ -7,7 +7,8 @@ small pieces of a round are packed into one message.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.engine3d.routing import staged, travels_alone
+from hybridflow.engine3d.transfer.peer_memory import PeerMemory, read_announced
 
 
 @dataclass
@@ -101,19 +103,26 @@ def messages(parcels: Iterable[tuple[int, bool, Parcel]], device: torch.device) 
     return sorted(out, key=lambda message: message.sent)
 
 
+ANNOUNCED_BYTES = 64 << 10  # below it a round's bytes for a peer are sent: announcing and acknowledging would cost more
+
+
 @dataclass
 class Round:
     """One round on this rank, from packing to unpacking: its messages, and the operations once it is bound to a buffer.
 
-    `runs` counts completed runs."""
+    `runs` counts completed runs. For large messages between ranks of one host, the sender announces the address, and
+    the receiver reads the bytes and acknowledges (`peer_memory.py`)."""
 
     messages: list[Message]
+    memory: PeerMemory
     group: dist.ProcessGroup | None
     runs: int = 0
     ops: list[dist.P2POp] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
     _pack: Copies = field(default_factory=Copies)
     _unpack: Copies = field(default_factory=Copies)
+    _announced: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # what peers read, its announcement
+    _read: dict[int, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # by the operation that announces it
     _waiting: int = 0
 
     @property
@@ -126,7 +135,10 @@ class Round:
 
     def bind(self, arena: Tensor) -> None:
         """Lay the messages out in `arena` [at least staged_bytes] uint8 and prepare the operations."""
-        start = 0
+        near: dict[tuple[int, bool], list[Tensor]] = {}
+        totals, start = Counter[tuple[int, bool]](), 0
+        for message in self.messages:
+            totals[message.peer, message.sent] += message.nbytes
         for message in self.messages:
             if (flat := message.flat) is None:
                 flat = arena[start : start + message.nbytes]
@@ -137,31 +149,61 @@ class Round:
                     begin += parcel.nbytes
                     for view in parcel.views:
                         self._pack.add(packed, view) if message.sent else self._unpack.add(view, packed)
-            operation = dist.isend if message.sent else dist.irecv
-            self.ops.append(dist.P2POp(operation, flat, group=self.group, group_peer=message.peer))
+            readable = message.peer in (self.memory.readers if message.sent else self.memory.readable)
+            if readable and totals[message.peer, message.sent] >= ANNOUNCED_BYTES:
+                near.setdefault((message.peer, message.sent), []).append(flat)
+            else:
+                self._add(dist.isend if message.sent else dist.irecv, flat, message.peer)
+        for (peer, sent), flats in near.items():
+            note = torch.empty(len(flats) + 2, dtype=torch.int64)
+            if sent:
+                self._announced.append((flats, note))
+            else:
+                self._read[len(self.ops)] = flats, note
+            self._add(dist.isend if sent else dist.irecv, note, peer)
+        for peer in (peer for peer, sent in near if sent):  # acknowledgements
+            self._add(dist.irecv, torch.empty(1, dtype=torch.uint8), peer, tag=1)
 
     def unbind(self) -> None:
         """Let go of the buffer."""
-        self._pack, self._unpack, self.ops = Copies(), Copies(), []
+        self._pack, self._unpack, self.ops, self._announced, self._read = Copies(), Copies(), [], [], {}
+
+    def _add(self, operation: Callable, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        self.ops.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag))
 
     def post(self) -> None:
         """Pack and start the messages. Errors: RuntimeError of torch.distributed when a peer is gone."""
         self._pack.run()
+        for flats, note in self._announced:
+            self.memory.announce(flats, note)
         self.works = dist.batch_isend_irecv(self.ops) if self.ops else []
 
     def finish(self, timeout: float | None) -> None:
-        """Wait at most `timeout` seconds for the messages, and unpack them. Errors: RuntimeError of torch.distributed
-        after the timeout."""
+        """Wait at most `timeout` seconds for the messages, and unpack them.
+
+        Receives come first: a rank acknowledges its reads before it waits for its peers'. Errors: RuntimeError of
+        torch.distributed after the timeout, OSError when a peer's memory cannot be read."""
         end = time.monotonic() + timeout if timeout else None
-        for index, work in enumerate(self.works):
-            self._waiting = index
-            if end is None:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+        acknowledged: list[tuple[int, dist.Work]] = []
+        for i, work in enumerate(self.works):
+            self._wait(i, work, end)
+            if (found := self._read.get(i)) is not None:
+                peer = self.ops[i].group_peer
+                read_announced(self.memory.readable[peer], found[1], found[0])
+                done = dist.isend(torch.zeros(1, dtype=torch.uint8), group=self.group, group_dst=peer, tag=1)
+                acknowledged += [(i, done)] if done is not None else []
+        for i, work in acknowledged:
+            self._wait(i, work, end)
         self.works = []
         self._unpack.run()
         self.runs += 1
+
+    def _wait(self, index: int, work: dist.Work, end: float | None) -> None:
+        self._waiting = index
+        if end is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
 
     def late_peers(self) -> list[int]:
         """The peer whose message is late, or all peers if the backend combines messages into one work."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.engine3d.plan import Move, WeightPlan
+from hybridflow.engine3d.transfer.peer_memory import PeerProcess
 from hybridflow.errors import HybridFlowError, LayoutError, WaitTimeoutError
 
 Dtypes = Mapping[str, torch.dtype]
@@ -77,13 +78,15 @@ class _Report:
     pairs: Mapping[tuple[int, int], tuple[int, int]]  # by sender and receiver: pieces and elements
     source: Dtypes
     destination: Dtypes
+    process: PeerProcess | None  # whose memory may be read
 
 
 class Handshake:
     """The dtypes of all ranks that take part in `plan`. Building is collective over `group`.
 
     `dtypes` are those of this rank's source and destination storages that its moves use, all of which can travel;
-    `failure` says why they cannot be used. Errors: the `failure` itself on its rank, and LayoutError on all others.
+    `failure` says why they cannot be used. `readable` maps ranks to the process ids whose memory this rank reads,
+    `readers` are the ranks that read its own. Errors: the `failure` itself on its rank, and LayoutError on all others.
     LayoutError on every rank when a dtype has no conversion, and when the ranks' plans differ. WaitTimeoutError when a
     rank does not take part."""
 
@@ -95,10 +98,11 @@ class Handshake:
         bucket_bytes: int,
         group: dist.ProcessGroup | None,
         failure: Exception | None = None,
+        process: PeerProcess | None = None,
     ) -> None:
         known = failure is None or isinstance(failure, HybridFlowError)
         reason = (str(failure) if known else f"{type(failure).__name__}: {failure}") if failure else None
-        report = _Report(reason, (plan.ranks, bucket_bytes), _pairs(plan, rank), *dtypes)
+        report = _Report(reason, (plan.ranks, bucket_bytes), _pairs(plan, rank), *dtypes, process)
         self._reports: Sequence[_Report] = _gather(report, group)
         if failure:
             raise failure
@@ -106,6 +110,7 @@ class Handshake:
         self._sources = {dtype for report in self._reports for dtype in report.source.values()}
         self._destinations = {dtype for report in self._reports for dtype in report.destination.values()}
         self._check_conversions(plan, rank, group)
+        self.readable, self.readers = self._find_readable(rank, group)
 
     @property
     def itemsize(self) -> int:
@@ -125,6 +130,19 @@ class Handshake:
         """The dtype of the source storage at the piece's root."""
         rank, storage = move.root or (move.source, move.origin.storage)
         return self._reports[rank].source[storage]
+
+    def _find_readable(self, rank: int, group: dist.ProcessGroup | None) -> tuple[dict[int, int], list[int]]:
+        """A second collective, of all ranks or none, where several are on one host."""
+        hosts = Counter(report.process.host for report in self._reports if report.process)
+        if not hosts or max(hosts.values()) == 1:
+            return {}, []
+        own, found = self._reports[rank].process, dict[int, int]()
+        for peer in {end for pair in self._reports[rank].pairs for end in pair} - {rank}:
+            other = self._reports[peer].process
+            if own and other and own.host == other.host and other.readable():
+                found[peer] = other.pid
+        everyone = _gather(frozenset(found), group)
+        return found, [peer for peer, readable in enumerate(everyone) if rank in readable]
 
     def _check_conversions(self, plan: WeightPlan, rank: int, group: dist.ProcessGroup | None) -> None:
         """A second collective, of all ranks or none, only where the reported dtypes leave a doubt."""

@@ -25,6 +25,7 @@ from hybridflow.engine3d.plan import BUCKET_BYTES, Move, WeightPlan
 from hybridflow.engine3d.routing import IN_FLIGHT
 from hybridflow.engine3d.transfer.buffers import Copies, Message, Parcel, Round, messages, same_memory
 from hybridflow.engine3d.transfer.handshake import Handshake, check_dtype, converts, wire_device
+from hybridflow.engine3d.transfer.peer_memory import PeerMemory
 from hybridflow.errors import LayoutError, WaitTimeoutError
 
 Storage = Mapping[str, Tensor]
@@ -183,10 +184,13 @@ class Transfer:
         self._sources, self._destinations, self._gaps = bound.sources, bound.destinations, bound.gaps()
         tensors = (*bound.sources.values(), *bound.destinations.values())
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), self._device)
-        handshake = Handshake(plan, rank, bound.dtypes(), bucket_bytes, group, bound.failure)
+        self._memory = PeerMemory()
+        process = self._memory.process() if device.type == "cpu" and group is not None else None
+        handshake = Handshake(plan, rank, bound.dtypes(), bucket_bytes, group, bound.failure, process)
+        self._memory.readable, self._memory.readers = handshake.readable, handshake.readers
         rounds = plan.part(rank).buckets(bucket_bytes, handshake.itemsize)
         parcels = (bound.parcels(moves, handshake) for moves in rounds)
-        self._rounds = [Round(messages(parts, self._device), group) for parts in parcels]
+        self._rounds = [Round(messages(parts, self._device), self._memory, group) for parts in parcels]
         local = bound.local()
         self._copies = list(local.values())
         self._steps = make_steps(rounds, [one.messages for one in self._rounds], local)
@@ -225,10 +229,12 @@ class Transfer:
         when a peer is late or gone; the process group is unusable afterwards. LayoutError when a tensor has no memory.
         """
         self.prepare()
+        self._memory.advance()
         try:
             self._run(timeout)
         finally:
             self._stream.join()  # what was queued before a failure still runs
+            self._memory.advance()  # peers that still read after this rank's failure detect it
 
     def prepare(self) -> None:
         """What `run` does before ranks wait for each other: takes its buffers and the first tensors' memory. Errors:
@@ -267,7 +273,7 @@ class Transfer:
         one = self._rounds[step.index]
         try:
             one.post() if step.kind == "post" else one.finish(timeout)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise WaitTimeoutError(
                 f"ranks {one.late_peers()} did not take part in moving weights with rank {self.rank}: {error}. All "
                 "ranks of the group have to run the transfer together; look for an earlier error on the others."

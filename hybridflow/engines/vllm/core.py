@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.batch.pinned import settle
 from hybridflow.config import VLLM
@@ -21,6 +21,7 @@ from hybridflow.engine3d.offloadable import HostImages, Memory, Residency
 from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
+from hybridflow.engines.vllm.eager import lighten, rotate_heads
 from hybridflow.engines.vllm.requirements import (
     BUILT_IN,
     architecture,
@@ -93,8 +94,10 @@ def start_core(
         runner = model_runner(core)
         check_resolved(config, runner.model, spec)
         runner.sampler = PolicySampler(runner, spec.images.special if spec.images else ())
+        if eager:
+            lighten(runner.model)
         if device.type == "cpu":
-            _rotate_heads(runner.model)
+            rotate_heads(runner.model)
         if strategy.pp > 1 and runner.intermediate_tensors is None:  # made during warm-up, which CPU has none of
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
@@ -207,6 +210,10 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
     scheduling = config.scheduler_config
     images = min(scheduling.max_num_batched_tokens, strategy.image_tokens)  # in a step, and kept for later ones
     scheduling.max_num_encoder_input_tokens = scheduling.encoder_cache_size = images
+    if strategy.pp == 1 and not scheduling.async_scheduling:  # where it is, it overlaps with the device
+        from hybridflow.engines.vllm.scheduler import DecodeScheduler
+
+        scheduling.scheduler_cls = DecodeScheduler
     return config
 
 
@@ -218,18 +225,6 @@ def _load_model_class(name: str) -> Any:
         with torchvision_names():
             ModelRegistry.register_model(name, load())
     return ModelRegistry.models[name].model_cls  # type: ignore[attr-defined]
-
-
-def _rotate_heads(model: nn.Module) -> None:
-    """Rotate by torch's operations on CPU: vLLM's kernel takes queries [T, N * D], and latent attention gives it
-    [T, N, D], which it rotates wrongly without an error."""
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-
-    if any(isinstance(module, MLAAttention) for module in model.modules()):
-        for module in model.modules():
-            if isinstance(module, RotaryEmbeddingBase):
-                module._forward_method = module.forward_native
 
 
 def _executor(rank: int, local_rank: int) -> type[ExecutorWithExternalLauncher]:
