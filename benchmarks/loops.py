@@ -30,7 +30,7 @@ import torch
 import hybridflow as hf
 from benchmarks.stream_runs import PROMPT, SEED, TEXT, LongTailedRollout, draw_lengths, make_policy
 from hybridflow.cli.profile_run import profile
-from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.engines.contract import derived_seed
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
 from hybridflow.planner import ResponseLengths, Workload

@@ -15,8 +15,7 @@ import torch
 import hybridflow as hf
 from hybridflow.cluster.future import Future
 from hybridflow.config import Until
-from hybridflow.engines.contract import Row
-from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.engines.contract import Row, derived_seed
 from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.streams.stream import ResponseStream
 from recipes.small_model import EOS, PAD, SmallModel

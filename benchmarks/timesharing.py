@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybridflow as hf
-from hybridflow.engines.megatron.messages import StageMessages
-from hybridflow.engines.megatron.stage_pass import StagePass
+from hybridflow.engines.megatron.engine import StageMessages, StagePass
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.planner.pipeline.schedule import Schedule, Work, one_f_one_b, simulate
 from hybridflow.planner.pipeline.shared_schedule import together

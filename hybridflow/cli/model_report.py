@@ -44,7 +44,7 @@ def examine_model(directory: Path) -> Iterator[Finding]:
 
 
 def _of_config(spec: Decoder) -> Iterator[Finding]:
-    from hybridflow.engines.vllm.resolved import layer_windows
+    from hybridflow.engines.vllm.requirements import layer_windows
 
     own, config = isinstance(spec, ModelSpec), text_config(spec)
     yield Finding("family", f"{spec.family}, of {'every backend' if own else 'FSDP and ZeRO'}, head {spec.head!r}")

@@ -33,7 +33,7 @@ import ray.exceptions
 
 from hybridflow.cluster import startup
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
-from hybridflow.engines.pipeline_turn import UPDATE_THREAD
+from hybridflow.engines.time_sharing import UPDATE_THREAD
 from hybridflow.errors import WaitTimeoutError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ _AT_ONCE = 64  # processes that are asked at a time
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _COLLECTIVE = ("/torch/distributed/", "/engine3d/transfer/", "/pipeline_parallel/p2p_communication.py")
 _COLLECTIVE += ("/engine3d/overlapped_move.py",)
-_COLLECTIVE += ("/engines/megatron/messages.py", "/engines/pipeline_turn.py", "/cluster/member.py")
+_COLLECTIVE += ("/engines/megatron/engine.py:StageMessages", "/engines/megatron/engine.py:wait")
+_COLLECTIVE += ("/engines/time_sharing.py:PipelineTurn", "/cluster/member.py")
 SILENT = "no answer from its process, which is stopped, hangs, or cannot be reached"
 ASK, WATCH, STACKS, LOST, ISSUED = b"a", b"w", b"s", b"l", b"i"
 _LONGEST_ANSWER = 1 << 22
@@ -200,8 +201,10 @@ def _frames(threads: Sequence[int | None]) -> list[FrameType | None]:
 
 def _in_collective(frame: FrameType | None) -> bool:
     for _ in range(3):
-        if frame is not None and any(part in frame.f_code.co_filename for part in _COLLECTIVE):
-            return True
+        if frame is not None:
+            place = f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"
+            if any(part in place for part in _COLLECTIVE):
+                return True
         frame = None if frame is None else frame.f_back
     return False
 

@@ -1,18 +1,23 @@
-"""Types shared by engines: outputs and states of a train engine, and the rows of a generation engine.
+"""Types shared by engines: outputs and states of a train engine, and the rows of a generation engine with their seeds.
 
-A training framework implements `sharded_model.ShardedModel`. A loss sees flat token values.
+A training framework implements `sharded_model.ShardedModel`. A loss sees flat token values. Loads without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridflow.config import Sampling
-from hybridflow.engines.row_images import RowImages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybridflow.engines.vllm.row_images import RowImages
 
 Output = Literal["log_probs", "entropy", "values", "logits", "ref_logits"]
 """Outputs that a loss can ask for; `logits` and `ref_logits` (the teacher's) are `algorithms.logits.Logits`."""
@@ -99,3 +104,27 @@ class RowSource(Protocol):
     def done(self) -> list[str]:
         """The names, since the last call, of rows that are `kept` and that no further row will continue."""
         ...
+
+
+# The stream of a row, and the seed of each draw from its stream and the position of the token. Both are SplitMix64, a
+# bijection of 64-bit integers that scatters neighbours, on counters instead of a state: a draw does not depend on the
+# draws before it.
+
+_MASK = 2**64 - 1
+_STEP, _INDEX, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """A seed in 0..2^63-1 for the index-th draw under `seed`."""
+    z = (seed * _STEP + (index + 1) * _INDEX) & _MASK
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
+    return (z ^ (z >> 31)) >> 1
+
+
+def draw_seeds(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`derived_seed` of each row [B]: in 0..2^63-1, for the token at a position of the row's response."""
+    z = seeds * np.uint64(_STEP) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_INDEX)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,6 @@ class ShardOptimizer:
         self.steps = 0
         self.result: dict[str, float] = {}
         self.overflowed = self.changed = False  # overflowed: a smaller loss scale may cure the skipped step
-        self._memory: Residency | None = None  # made when it is first needed
         self.resident = True
         main, parameters = shards.main, self._parameter_groups()
         self._moments: tuple[str, ...] = ()
@@ -249,15 +249,13 @@ class ShardOptimizer:
 
     # Memory
 
-    @property
+    @cached_property
     def memory(self) -> Residency:
         """Behind state that does not share memory with the parameters."""
-        if self._memory is None:
-            own = {k: tensors for k, tensors in self.storage().items() if self.shards.separate or k != "main"}
-            tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
-            beside = self.shards.memory
-            self._memory = Residency(tensors, beside.device, images=HostImages(beside.images.stream))
-        return self._memory
+        own = {k: tensors for k, tensors in self.storage().items() if self.shards.separate or k != "main"}
+        tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
+        beside = self.shards.memory
+        return Residency(tensors, beside.device, images=HostImages(beside.images.stream))
 
     def offload(self) -> None:
         """Move it to host memory."""

@@ -22,9 +22,9 @@ from hybridflow.algorithms.masked import response_mask, token_column, with_bool_
 from hybridflow.algorithms.trajectories import trajectories_of
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.contract import Output
 from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
+from hybridflow.engines.rank_exchanges import ContextParallel
 from hybridflow.engines.router_replay import ROUTING
 from hybridflow.errors import BatchError, ModelError, of_row
 from hybridflow.models.hf_spec import Decoder

@@ -31,11 +31,11 @@ from hybridflow.engines.initial_weights import fill, rounded
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.lora.targets import modules
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
-from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.router_replay import replay_sizes
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
+from hybridflow.engines.time_sharing import PipelineTurn
 from hybridflow.engines.train_states import TrainStates
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder

@@ -22,9 +22,8 @@ from typing import Any
 
 from hybridflow.config import Sampling
 from hybridflow.data.encoded_image import EncodedImage
-from hybridflow.engines.contract import Row
-from hybridflow.engines.row_images import RowImages
-from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.engines.contract import Row, derived_seed
+from hybridflow.engines.vllm.row_images import RowImages
 from hybridflow.environments.acting import STOPS, Ending
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.trajectory import GREEDY, Acted, Trajectory

@@ -12,7 +12,7 @@ from typing import Any
 from hybridflow.data.encoded_image import EncodedImage
 from hybridflow.data.image_processor import ImageProcessor, image_processor
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.engines.row_images import RowImages
+from hybridflow.engines.vllm.row_images import RowImages
 from hybridflow.errors import PromptError
 from hybridflow.models.images import ImageTokens
 

@@ -20,8 +20,8 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.data.tokenizer import end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
-from hybridflow.engines.row_images import RowImages, check_columns
 from hybridflow.engines.vllm.requirements import check_response
+from hybridflow.engines.vllm.row_images import RowImages, check_columns
 from hybridflow.environments.agent import AGENT_SETTINGS, ActingSession, Agent, report_failures
 from hybridflow.environments.sessions import RecentProcesses
 from hybridflow.environments.trajectory import (

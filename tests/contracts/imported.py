@@ -27,8 +27,7 @@ if DEVICE == "cpu":
 import hybridflow.engines.fsdp.engine  # noqa: E402
 import hybridflow.engines.megatron.engine  # noqa: E402
 import hybridflow.engines.vllm.engine  # noqa: E402
-import hybridflow.engines.vllm.sampler  # noqa: E402
-import hybridflow.engines.vllm.scheduler  # noqa: E402, F401
+import hybridflow.engines.vllm.sampler  # noqa: E402, F401
 from tests.contracts import engine_tasks, state_tasks  # noqa: E402, F401
 
 sys.modules.pop("ray", None)

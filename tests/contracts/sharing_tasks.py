@@ -224,6 +224,7 @@ def one_model(world: World, name: str, strategy: Any, path: Path, size: int, rep
     from megatron.core.pipeline_parallel import p2p_communication, schedules
 
     from hybridflow.engines.megatron import engine as backend
+    from hybridflow.engines.megatron import model
 
     engine = build(world, name, strategy, size, path, "lm", config.SGD(lr=0.0), None, False)
     rows, loss = share(make_batch(24, seed=1), engine.grid, world.rank), loss_of("lm")
@@ -233,7 +234,7 @@ def one_model(world: World, name: str, strategy: Any, path: Path, size: int, rep
     groups = backend.process_group_collection(engine.context)
     if loop.device.type == "cpu":
         for module in (schedules, p2p_communication):
-            module.torch = backend._CpuTorch()  # type: ignore[attr-defined]
+            module.torch = model._CpuTorch()  # type: ignore[attr-defined]
 
     def megatron(micro_batches: Any, share_of: Any, failed: Any) -> None:
         def forward_step(batches: Any, model: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 import hybridflow as hf
 from hybridflow.engines.vllm import core
 from hybridflow.engines.vllm.engine import VLLMEngine
-from hybridflow.engines.vllm.image_features import torchvision_names
+from hybridflow.engines.vllm.row_images import torchvision_names
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.topology import RankGrid
 from tests.vision_models import make_vision

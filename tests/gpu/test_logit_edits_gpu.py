@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridflow.config import Sampling
-from hybridflow.engines.vllm.requests import LogitEdits
+from hybridflow.engines.vllm.engine_loop import LogitEdits
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.algorithms.masked import token_column
 from hybridflow.config import KV, VLLM, Sampling, Until
-from hybridflow.engines.row_images import RowImages
+from hybridflow.engines.vllm.row_images import RowImages
 from hybridflow.errors import PromptError
 from tests.contracts.rank_processes import World
 from tests.integration.expert_tasks import build, write

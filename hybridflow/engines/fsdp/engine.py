@@ -9,7 +9,6 @@ import torch
 from hybridflow.config import FSDP, SGD, Adam, Optimizer, ZeRO
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
-from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.fsdp.layout import as_fsdp, check, state_layout, weights_layout
 from hybridflow.engines.fsdp.sharded import Sharded
@@ -18,6 +17,7 @@ from hybridflow.engines.lora.adapters import Adapters, adapted_layers
 from hybridflow.engines.lora.targets import adapter_tensors
 from hybridflow.engines.micro_batches import Split
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.rank_exchanges import ContextParallel
 from hybridflow.engines.router_replay import follow
 from hybridflow.engines.sharded_model import PlainLoop, ShardedModel, Shards, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs

@@ -26,11 +26,11 @@ from hybridflow.batch.pinned import settle, to_device
 from hybridflow.config import FSDP
 from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import HostImages, Residency
-from hybridflow.engines.expert_parallel import ExpertParallel, grouped
 from hybridflow.engines.flat_shards import canonical_name, square_sum
 from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.rank_exchanges import ExpertParallel, grouped
 from hybridflow.engines.train_states import local_tensor
 from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.models.hf_spec import ROUTER_BIAS, Decoder, expert_modules, frozen_tensors

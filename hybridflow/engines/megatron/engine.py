@@ -1,4 +1,4 @@
-"""Megatron-core's 3D parallelism as a `ShardedModel`: its model and schedules, our flat shards.
+"""Megatron-core's 3D parallelism as a `ShardedModel`: its model, our flat shards, passes and messages of stages.
 
 Paper, section 5: training runs with 3D parallelism and a distributed optimizer, whose state is split over data
 parallel ranks.
@@ -6,24 +6,23 @@ parallel ranks.
 
 from __future__ import annotations
 
-import importlib
 import time
-import types
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import FAIL_SECONDS, Replicas
-from hybridflow.engines.context_parallel import ContextParallel
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.megatron.experts import Router
@@ -40,13 +39,18 @@ from hybridflow.engines.megatron.layout import (
     vocabulary_rows,
     weights_layout,
 )
-from hybridflow.engines.megatron.messages import StageMessages
-from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config, without_output_layer
+from hybridflow.engines.megatron.model import (
+    build_gpt,
+    building,
+    prepare,
+    sequence_parallel,
+    transformer_config,
+    without_output_layer,
+)
 from hybridflow.engines.megatron.parallel_adapters import add_adapters
-from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
-from hybridflow.engines.pipeline_turn import PipelineTurn
-from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.process_groups import RankContext, is_communication_error
+from hybridflow.engines.rank_exchanges import ContextParallel
 from hybridflow.engines.router_replay import Replays
 from hybridflow.engines.sharded_model import Failed, Read, ShardedModel, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
@@ -54,7 +58,9 @@ from hybridflow.engines.units import Unit, step_groups
 from hybridflow.errors import WaitTimeoutError
 from hybridflow.models.architecture import architecture
 from hybridflow.models.hf_spec import Decoder
-from hybridflow.planner.pipeline.schedule import Work, one_f_one_b
+from hybridflow.planner.pipeline.schedule import WINDOW, Instruction, Work, one_f_one_b
+
+Direction = Literal["forward", "backward"]
 
 
 def build_model(
@@ -219,7 +225,7 @@ class PipelineLoop:
     compute every micro-batch together, and empty ones of `tokens` where their replica has fewer.
     """
 
-    turn: PipelineTurn | None
+    turn: Any  # a `PipelineTurn`, or None
     replays: Replays | None = None
 
     def __init__(
@@ -313,75 +319,176 @@ class PipelineLoop:
         return self.model(input_ids=micro.ids, position_ids=None, attention_mask=None, packed_seq_params=packed)  # type: ignore[arg-type]
 
 
-# Running Megatron-core where there is no CUDA: inert when the device is a CUDA one. Megatron writes `device="cuda"` and
-# `torch.cuda.current_device()` into its code. On a CPU its modules are given a namespace of their own in the place of
-# `torch`, so nothing that other libraries see is patched.
+class StagePass:
+    """The micro-batches of one pass on one pipeline stage of a model, run instruction by instruction.
 
-_MODULES = (
-    "models.gpt.gpt_model",
-    "tensor_parallel.layers",
-    "tensor_parallel.mappings",
-    "tensor_parallel.random",
-    "transformer.transformer_layer",
-    "utils",
-)
+    receive_forward -> forward -> send_forward      activations [S, b, H], S over tensor parallel ranks where the
+    receive_backward -> backward -> send_backward   sequence is parallel; H hidden
+
+    When a computation raises, the pass continues with zeros in place of every message: the neighbours run the same
+    schedule, and would wait for them. The pass is refused where all ranks agree on it (`agreement.Operations`).
+
+    `forward(micro-batch)` of the model on this stage gives its output; `loss`, on the last stage only, makes it the
+    scalar whose gradients are added up. Without `trains` nothing is added up, and `loss` may return anything.
+
+    `failed(error)` receives the first error of a computation, and raises where the pass cannot continue without it.
+    Errors of communication are raised. In `lockstep` other ranks wait for each computation of this one: only `loss` may
+    fail, and what it would have read is computed on. `replay` is called before a backward pass.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        messages: StageMessages,
+        micro_batches: Sequence[MicroBatch],
+        device: torch.device,
+        forward: Callable[[MicroBatch], Tensor],
+        loss: Callable[[MicroBatch, Tensor], Tensor] | None,
+        failed: Callable[[Exception], None],
+        trains: bool = True,
+        lockstep: bool = False,
+        replay: Callable[[MicroBatch], None] = lambda micro: None,
+    ) -> None:
+        self.micro_batches, self._model, self._messages = micro_batches, model, messages
+        self._device, self._forward, self._loss, self._failed = device, forward, loss, failed
+        self._trains, self._broken, self._lockstep, self._replay = trains, False, lockstep, replay
+        self._arriving: dict[tuple[Direction, int], tuple[dist.Work, Tensor]] = {}
+        self._inputs: dict[int, Tensor | None] = {}
+        self._outputs: dict[int, Tensor] = {}
+
+    def run(self, each: Instruction) -> None:
+        """Run an instruction of this pass other than "finish"."""
+        verb, _, direction = each.kind.partition("_")
+        if verb == "forward":
+            arrived = self._arrived("forward", each.micro)
+            out = self._attempt(partial(self._run_forward, each.micro, arrived))
+            if self._trains:
+                self._inputs[each.micro] = arrived
+            if self._trains or self._loss is None:
+                self._outputs[each.micro] = self._buffer(each.micro).zero_() if out is None else out
+        elif verb == "backward":
+            gradient, arrived = self._arrived("backward", each.micro), self._inputs.pop(each.micro)
+            self._replay(self.micro_batches[each.micro])  # layers may be computed again
+            self._attempt(partial(self._outputs.pop(each.micro).backward, gradient))
+            if arrived is not None:  # until it is sent
+                self._inputs[each.micro] = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
+        elif verb == "receive":
+            buffer = self._buffer(each.micro)
+            self._arriving[direction, each.micro] = self._messages.receive(direction, buffer), buffer  # type: ignore[index]
+        elif direction == "forward":
+            self._messages.send("forward", self._outputs[each.micro])
+            if not self._trains:
+                del self._outputs[each.micro]
+        else:
+            gradient = self._inputs.pop(each.micro)
+            assert gradient is not None
+            self._messages.send("backward", gradient)
+
+    def run_all(self, instructions: Sequence[Instruction]) -> None:
+        """The whole pass, when no other model trains on these stages."""
+        for each in instructions:
+            if each.kind != "finish":
+                self.run(each)
+        self.end()
+
+    def end(self) -> None:
+        """After the last instruction."""
+        self._messages.flush()
+        assert not self._outputs, "a schedule sends every output, or runs its backward"
+
+    def _attempt(self, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        """The result of a computation; None after an error."""
+        if not self._broken or self._lockstep:
+            try:
+                return compute()
+            except Exception as error:
+                if self._lockstep or is_communication_error(error):
+                    raise
+                self._failed(error)
+                self._broken = True
+                self._outputs = {other: out.detach() for other, out in self._outputs.items()}  # frees activations
+        return None
+
+    def _run_forward(self, micro: int, arrived: Tensor | None) -> Tensor:
+        if arrived is not None:
+            self._model.set_input_tensor([arrived.requires_grad_(self._trains)])
+        moved = self.micro_batches[micro].to(self._device)
+        with torch.set_grad_enabled(self._trains):
+            out = self._forward(moved)
+            if self._loss is None:
+                return out
+            if not self._lockstep:
+                return self._loss(moved, out[0])
+            try:
+                if not self._broken:
+                    return self._loss(moved, out[0])
+            except Exception as error:
+                if is_communication_error(error):
+                    raise
+                self._failed(error)
+                self._broken = True
+            return out[0].sum() * 0.0
+
+    def _arrived(self, direction: Direction, micro: int) -> Tensor | None:
+        """The message that was announced; None where a stage has no such neighbour."""
+        work, buffer = self._arriving.pop((direction, micro), (None, None))
+        if work is not None:
+            wait(work)
+        return buffer
+
+    def _buffer(self, micro: int) -> Tensor:
+        settings = self._model.config
+        rows, length = self.micro_batches[micro].ids.shape
+        if settings.sequence_parallel:
+            length //= settings.tensor_model_parallel_size
+        return torch.empty(length, rows, settings.hidden_size, dtype=settings.pipeline_dtype, device=self._device)
 
 
-def prepare(device: torch.device) -> None:
-    """Make Megatron use `device` in this process; may be called any number of times."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        return
-    for name in _MODULES:
-        module: Any = importlib.import_module(f"megatron.core.{name}")
-        if not isinstance(module.torch, _CpuTorch):
-            module.torch = _CpuTorch()
-    rng: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+class StageMessages:
+    """Activations and gradients of one model between this stage and its neighbours; at most `WINDOW` of a direction are
+    on their way, as `simulate` assumes. Every wait ends with the timeout of the context's groups.
+
+    Both sides know the shape of each message from its micro-batch, and both send and receive in the order of one
+    schedule, because NCCL has no tags. Each direction has a group of its own there: one stream would make them wait for
+    each other.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        members = context.grid.group(context.rank, "p")
+        at, ranks = context.coords.p, [context.groups.ranks[member] for member in members]
+        before, after = ranks[at - 1] if at else None, ranks[at + 1] if at + 1 < len(ranks) else None
+        self.first = before is None  # nothing comes from a stage before this one
+        self._peers = {"forward": (before, after), "backward": (after, before)}  # to receive from, to send to
+        both = own = context.groups.of(members)
+        if context.device.type == "cuda":
+            both, own = (context.groups.new(f"pipeline-{name}", members, priority=True) for name in self._peers)
+        self._groups = {"forward": both, "backward": own}
+        context.groups.between_stages.update((both, own))
+        self._sent: dict[str, deque[tuple[dist.Work, Tensor]]] = {"forward": deque(), "backward": deque()}
+
+    def receive(self, direction: Direction, buffer: Tensor) -> dist.Work:
+        """Announce the next message of a direction; it is in `buffer` once `wait` returns."""
+        work = dist.irecv(buffer, self._peers[direction][0], group=self._groups[direction])
+        assert work is not None
+        return work
+
+    def send(self, direction: Direction, message: Tensor) -> None:
+        """Without waiting for the peer, except for a message that it should have received long ago."""
+        sent = self._sent[direction]
+        if len(sent) == WINDOW:
+            sent.popleft()[0].wait()
+        message = message.detach().contiguous()
+        work = dist.isend(message, self._peers[direction][1], group=self._groups[direction])
+        assert work is not None
+        sent.append((work, message))
+
+    def flush(self) -> None:
+        """Wait until the peers have received everything."""
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft()[0].wait()
 
 
-def building(device: torch.device) -> AbstractContextManager:
-    """For the construction of models, which call `Tensor.cuda()`."""
-    return nullcontext() if device.type == "cuda" else _StayOnCpu()
-
-
-class _CpuCuda(types.ModuleType):
-    """Megatron's part of `torch.cuda`, for the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__("torch.cuda")
-        self.current_device = lambda: torch.device("cpu")
-        self.get_rng_state, self.set_rng_state = torch.get_rng_state, torch.set_rng_state
-        self.manual_seed = torch.manual_seed
-        self.synchronize = self.empty_cache = lambda *args: None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-
-class _CpuTorch(types.ModuleType):
-    """`torch`, but tensors asked for on "cuda" are made on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.cuda = _CpuCuda()
-        for name in ("empty", "zeros", "ones", "full", "tensor"):
-            setattr(self, name, _on_cpu(getattr(torch, name)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _on_cpu(factory: Callable) -> Callable:
-    def make(*args, device: Any = None, **kwargs):
-        return factory(*args, device="cpu" if device in ("cuda", 0) else device, **kwargs)
-
-    return make
-
-
-class _StayOnCpu(TorchFunctionMode):
-    """Tensors that are sent to CUDA stay where they are."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return args[0] if func is torch.Tensor.cuda else func(*args, **(kwargs or {}))
+def wait(work: dist.Work) -> None:
+    """Until the message has arrived."""
+    work.wait()

@@ -17,8 +17,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from hybridflow.engines.expert_parallel import ExpertParallel, grouped
 from hybridflow.engines.megatron.layers import Replicated, device_of
+from hybridflow.engines.rank_exchanges import ExpertParallel, grouped
 from hybridflow.engines.router_replay import RouterReplay, weights
 from hybridflow.models.architecture import Experts
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from hybridflow.batch.pinned import to_device
 from hybridflow.engines.attention import causal_attention, packed_attention
-from hybridflow.engines.both_ways import both_ways
 from hybridflow.engines.micro_batches import Sequences
+from hybridflow.engines.rank_exchanges import both_ways
 from hybridflow.models.architecture import Activation, Architecture, Attention, Rotation
 
 

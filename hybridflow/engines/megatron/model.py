@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import importlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hybridflow.config import Megatron
 from hybridflow.engines.megatron.experts import MixtureOfExperts
@@ -249,3 +252,79 @@ def _mark_tensor_parallel(model: nn.Module) -> None:
         split = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
         if split and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)
+
+
+# Running Megatron-core where there is no CUDA: inert when the device is a CUDA one. Megatron writes `device="cuda"` and
+# `torch.cuda.current_device()` into its code. On a CPU its modules are given a namespace of their own in the place of
+# `torch`, so nothing that other libraries see is patched.
+
+_MODULES = (
+    "models.gpt.gpt_model",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "transformer.transformer_layer",
+    "utils",
+)
+
+
+def prepare(device: torch.device) -> None:
+    """Make Megatron use `device` in this process; may be called any number of times."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return
+    for name in _MODULES:
+        module: Any = importlib.import_module(f"megatron.core.{name}")
+        if not isinstance(module.torch, _CpuTorch):
+            module.torch = _CpuTorch()
+    rng: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def building(device: torch.device) -> AbstractContextManager:
+    """For the construction of models, which call `Tensor.cuda()`."""
+    return nullcontext() if device.type == "cuda" else _StayOnCpu()
+
+
+class _CpuCuda(types.ModuleType):
+    """Megatron's part of `torch.cuda`, for the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.__dict__.update(vars(torch.cuda))
+        self.current_device = lambda: torch.device("cpu")
+        self.get_rng_state, self.set_rng_state = torch.get_rng_state, torch.set_rng_state
+        self.manual_seed = torch.manual_seed
+        self.synchronize = self.empty_cache = lambda *args: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _CpuTorch(types.ModuleType):
+    """`torch`, but tensors asked for on "cuda" are made on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.__dict__.update(vars(torch))  # each of Megatron's operations looks one up
+        self.cuda = _CpuCuda()
+        for name in ("empty", "zeros", "ones", "full", "tensor"):
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    def make(*args, device: Any = None, **kwargs):
+        return factory(*args, device="cpu" if device in ("cuda", 0) else device, **kwargs)
+
+    return make
+
+
+class _StayOnCpu(TorchFunctionMode):
+    """Tensors that are sent to CUDA stay where they are."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.Tensor.cuda else func(*args, **(kwargs or {}))

@@ -83,15 +83,12 @@ class CacheImage:
         self._saved: list[tuple[list[int], list[Tensor], bool]] = []  # blocks, of each layer, whether in host memory
         self._beside: int | None = None  # bytes that others have needed at once while the cache had no memory
         self.copied_in = self.copied_out = 0
+        self.device_bytes = 0  # of blocks that wait there
 
     @property
     def waits(self) -> bool:
         """Whether rows wait; equal on all ranks."""
         return bool(self._saved)
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(part.nbytes for _, parts, host in self._saved for part in parts if not host)
 
     def put_away(self, kv: KV) -> None:
         """Copy the blocks of rows to where `kv` says, and evict the others. Collective if there are some, except with
@@ -141,7 +138,9 @@ class CacheImage:
         if self._groups.attempt(copy) is not None:
             return False
         self._saved.append((blocks, parts, host))
-        self.copied_out += sum(part.nbytes for part in parts) if host else 0
+        nbytes = sum(part.nbytes for part in parts)
+        self.copied_out += nbytes if host else 0
+        self.device_bytes += 0 if host else nbytes
         return True
 
     @torch.inference_mode()
@@ -156,6 +155,7 @@ class CacheImage:
     def drop(self) -> None:
         """Free what waits."""
         self._saved.clear()
+        self.device_bytes = 0
 
     def close(self) -> None:
         self.drop()

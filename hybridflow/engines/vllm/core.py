@@ -22,18 +22,18 @@ from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten, rotate_heads
-from hybridflow.engines.vllm.image_features import longest_image, settings, torchvision_names
 from hybridflow.engines.vllm.requirements import (
     BUILT_IN,
     architecture,
+    check_resolved,
     max_length,
     memory_error,
     on_transformers,
     resolved_dtype,
     runs_eagerly,
 )
-from hybridflow.engines.vllm.resolved import check_resolved
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
+from hybridflow.engines.vllm.row_images import longest_image, settings, torchvision_names
 from hybridflow.errors import PlacementError
 from hybridflow.models.hf_spec import Decoder, latent_size
 

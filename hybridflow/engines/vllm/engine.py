@@ -19,19 +19,17 @@ from hybridflow.config import KV, VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engine3d.transition import alike
-from hybridflow.engines.contract import Row, RowSource
+from hybridflow.engines.contract import Row, RowSource, derived_seed
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.row_images import RowImages, check_prompt
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.cache_image import CacheImage, CachePricing
 from hybridflow.engines.vllm.core import collect, memory, model_runner, start_core, stop_core, zero_pages
 from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
-from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop
+from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop, RequestMaker
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
-from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.requirements import check, expert_count, max_length, runs_eagerly
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
-from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.engines.vllm.row_images import RowImages, check_prompt
 from hybridflow.errors import ConfigError, HybridFlowError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
@@ -84,6 +82,7 @@ class VLLMEngine:
                 "at a time is the limit. Close the other one, or place this group on other devices."
             )
         self._core: EngineCore | None = None
+        self._model_runner: Any = None
         self._routing: RoutedExperts | None = None
         try:
             with isolation.fence(self.device), isolation.batch_invariant(self.device):
@@ -94,6 +93,7 @@ class VLLMEngine:
                 self._core = start_core(
                     strategy, spec, self.checkpoint, self.device, self._groups, probe, self._routing
                 )
+            self._model_runner = model_runner(self._core)
             self._layout = self._layout_of(probe)
             self._flat = flat_storages(self._layout.regions(context.rank))
             self._viewed = frozenset[str]() if probe is None else probe.viewed
@@ -103,7 +103,8 @@ class VLLMEngine:
             self._cache: Memory = memory(self._core, "kv_cache", caches, eager=self._eager)
             requests, keeps = RequestMaker(self.checkpoint, spec.images), strategy.kv != "recompute"
             agreed = self._groups.of_first
-            self._loop = EngineLoop(self._core, requests, agreed, self.max_length, keeps, self._routing)
+            runner, length = self._model_runner, self.max_length
+            self._loop = EngineLoop(self._core, runner, requests, agreed, length, keeps, self._routing)
             self._image = self._new_image(caches)
         except BaseException as error:
             for one in (error, error.__context__):  # or memory stays as long as the error
@@ -138,7 +139,7 @@ class VLLMEngine:
         return self._core
 
     def _runner(self) -> Any:
-        return model_runner(self._alive())
+        return self._alive() and self._model_runner
 
     def generate(
         self,
@@ -351,7 +352,8 @@ class VLLMEngine:
                     f"max_length={self.max_length} (the model's context is {self.spec.context}). Shorten or filter "
                     "the prompts, or raise VLLM(max_length=...)."
                 )
-            check_prompt(name, prompt, row.images, self.spec, self.strategy.image_tokens)
+            if row.images is not None or self.spec.images:
+                check_prompt(name, prompt, row.images, self.spec, self.strategy.image_tokens)
             if min(prompt) < 0 or max(prompt) >= self.spec.vocab:
                 raise PromptError(
                     f"prompt {name} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "
@@ -494,5 +496,5 @@ class VLLMEngine:
     def _shut_down(self) -> None:
         if self._core is not None:
             stop_core(self._core, self._groups)
-            self._core = None
+            self._core = self._model_runner = None
         collect(self.device)

@@ -1,4 +1,4 @@
-"""The engine loop: rows go to vLLM's scheduler, and its core is stepped until enough of them have finished.
+"""The engine loop: rows become vLLM's requests, and its core is stepped until enough of them have finished.
 
     submit -> unfinished rows -> advance: admit, step, step, ... -> finished rows -> take
                     |  ^                    |
@@ -6,26 +6,38 @@
 
 A row is the whole state of its response. What vLLM has of it (a request, KV cache) can be dropped at any time between
 two steps and is computed again from its tokens.
+
+Shapes: V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config import Until
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybridflow.config import Sampling, Until
+from hybridflow.data.tokenizer import Tokenizer, end_token_ids, has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
-from hybridflow.engines.vllm.core import model_runner
 from hybridflow.engines.vllm.isolation import batch_invariant
-from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.routed_experts import RoutedExperts
+from hybridflow.engines.vllm.row_images import features
 from hybridflow.errors import ConfigError
+from hybridflow.models.images import ImageTokens
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -36,15 +48,16 @@ MOMENT = 0.05  # seconds
 class EngineLoop:
     """The rows of one rank. All ranks of a replica make the same calls, and the same steps in each.
 
-    `agreed(number)` is the number of the replica's first rank, collective over the replica. With `keeps`, rows keep
-    their KV cache when weights change. Requests have a salt, so that a row finds no blocks of the prefix cache that are
-    older than the latest `rest`. A row cannot be longer than `max_length` tokens of prompt and response.
-    `routing`, when given, captures the experts of finished rows.
+    `agreed(number)` is the number of the replica's first rank, collective over the replica. `runner` runs the model.
+    With `keeps`, rows keep their KV cache when weights change. Requests have a salt, so that a row finds no
+    blocks of the prefix cache that are older than the latest `rest`. A row cannot be longer than `max_length` tokens of
+    prompt and response. `routing`, when given, captures the experts of finished rows.
     """
 
     def __init__(
         self,
         core: EngineCore,
+        runner: Any,
         requests: RequestMaker,
         agreed: Callable[[int], int],
         max_length: int,
@@ -54,7 +67,7 @@ class EngineLoop:
         self._routing = routing
         self._core, self._requests, self._agreed = core, requests, agreed
         self._max_length, self._keeps = max_length, keeps
-        self._sampler: Any = model_runner(core).sampler
+        self._runner, self._sampler = runner, runner.sampler
         self._scheduler: Any = core.scheduler
         self._held = HeldCaches(core)
         self.policy_version = -1  # vLLM starts with random weights
@@ -115,22 +128,19 @@ class EngineLoop:
 
         After an error no row is in vLLM's scheduler; all can be withdrawn, with the tokens that they have.
         """
-        with batch_invariant(model_runner(self._core).device):
-            self._run(reached, steps, seconds)
-
-    def _run(self, reached: Callable[[], bool], steps: int | None, seconds: float | None) -> None:
         start, made, checked = time.monotonic(), 0, 0
         try:
-            self._admit()
-            while self.rows and not reached() and (steps is None or made < steps):
-                if seconds is not None and made == checked:
-                    if (ahead := self._agreed(_steps_ahead(seconds, time.monotonic() - start, made))) < 1:
-                        break
-                    checked += ahead
-                self._step()
-                made += 1
-            while any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in self._core.batch_queue or ()):
-                self._step(schedule=False)
+            with batch_invariant(self._runner.device):
+                self._admit()
+                while self.rows and not reached() and (steps is None or made < steps):
+                    if seconds is not None and made == checked:
+                        if (ahead := self._agreed(_steps_ahead(seconds, time.monotonic() - start, made))) < 1:
+                            break
+                        checked += ahead
+                    self._step()
+                    made += 1
+                while any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in self._core.batch_queue or ()):
+                    self._step(schedule=False)
         except BaseException:
             self.evict()
             raise
@@ -193,7 +203,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Drop vLLM's engine core; the rows stay."""
-        del self._core, self._sampler, self._scheduler, self._held, self._routing
+        del self._core, self._runner, self._sampler, self._scheduler, self._held, self._routing
 
     def _admit(self) -> None:
         """Hand the rows that vLLM does not have to its scheduler."""
@@ -343,3 +353,147 @@ class HeldCaches:
             if 2 * pool.get_num_free_blocks() >= pool.num_gpu_blocks and not (full and scheduler.waiting):
                 return
             self.release([next(iter(self._ids))])
+
+
+class RequestMaker:
+    """Makes the requests of rows for a model with the end tokens and the tokenizer of `checkpoint`, which reads
+    `images` so."""
+
+    def __init__(self, checkpoint: Path, images: ImageTokens | None = None) -> None:
+        self._checkpoint, self._images = checkpoint, images
+        self.stop_ids = end_token_ids(checkpoint)
+        self._parameters = lru_cache(maxsize=4096)(self._new_parameters)
+        self._edits = lru_cache(maxsize=64)(self._new_edits)
+
+    def check(self, row: Row) -> None:
+        """Errors: ConfigError for stop strings or bad words without a tokenizer in the checkpoint."""
+        asked = "stop" if row.sampling.stop else "bad_words" if row.sampling.bad_words else ""
+        if asked and not has_tokenizer(self._checkpoint):
+            raise ConfigError(
+                f"Sampling({asked}=...) needs a tokenizer to see text, {self._checkpoint} has none. Save one there, or "
+                "use stop_token_ids= and logit_bias=."
+            )
+
+    def edits(self, sampling: Sampling) -> LogitEdits | None:
+        """What the sampler does to the logits of such a row; None: nothing."""
+        return self._edits(sampling) if sampling.edits else None
+
+    def _new_edits(self, sampling: Sampling) -> LogitEdits:
+        return LogitEdits.of(sampling, load_tokenizer(self._checkpoint) if sampling.bad_words else None)
+
+    def request(self, row: Row, salt: str | None, cached: int = 0, holds: bool = False) -> EngineCoreRequest:
+        """The rest of the response, after the prompt and the tokens so far; rows of another `salt` share no cache.
+
+        `cached` tokens are in the cache of the row's name, and with `holds` that of a row that is `kept` stays.
+        """
+        from vllm.v1.engine import EngineCoreRequest
+
+        left, ids, seen = row.sampling.longest - len(row.token_ids), row.prompt_ids + row.token_ids, row.images
+        return EngineCoreRequest(
+            request_id=row.name,
+            prompt_token_ids=ids[cached:],
+            mm_features=features(row.prompt_ids, seen, self._images, salt) if seen and self._images else None,
+            sampling_params=self._parameters(row.sampling, left),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+            resumable=row.kept and holds,
+        )
+
+    def watch(self, row: Row) -> IncrementalDetokenizer | None:
+        """Finds stop strings in a response: `update(new_token_ids, False)` returns a string that was completed or None.
+
+        It has seen the tokens so far. None for a row without stop strings.
+        """
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        if not row.sampling.stop:
+            return None
+        asked = self.request(replace(row, token_ids=[], images=None), None)
+        watch = IncrementalDetokenizer.from_new_request(load_tokenizer(self._checkpoint).raw, asked)
+        watch.update(row.token_ids, False)
+        return watch
+
+    def _new_parameters(self, sampling: Sampling, tokens: int) -> SamplingParams:
+        """Parameters of a request for at most `tokens` tokens. Draws take their seeds from `PolicySampler.streams`.
+
+        Stop tokens and stop strings stay in the response: its token ids are exactly what was sampled.
+        """
+        from vllm import SamplingParams
+
+        out = SamplingParams(
+            top_p=1.0 if sampling.greedy else sampling.top_p,
+            top_k=0 if sampling.greedy else sampling.top_k,
+            max_tokens=tokens,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # a stop string may be one
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.stop_ids)],
+            logprobs=0,
+        )
+        out.temperature = 0.0 if sampling.greedy else sampling.temperature  # vLLM's constructor refuses more than 2
+        return out
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """Bad words, bias, penalties and min_p of a row's draws, as `sampling` asks for them, by the tokens of its prompt
+    and its response; `bad_words` are its words as token ids.
+
+    vLLM counts the tokens of a request: of a row that was interrupted, those before would be part of the prompt. Here a
+    row has its own prompt, so an interruption changes no draw.
+    """
+
+    sampling: Sampling
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def reads(self) -> bool:
+        """Whether they depend on the tokens so far."""
+        return self.sampling.penalties or bool(self.bad_words)
+
+    @property
+    def changes(self) -> bool:
+        """Whether `edit` does something."""
+        return self.reads or bool(self.sampling.logit_bias)
+
+    @classmethod
+    def of(cls, sampling: Sampling, tokenizer: Tokenizer | None) -> LogitEdits:
+        """A word is banned where it begins a text and, if it then has as many tokens, after a space, as in vLLM."""
+        words: list[tuple[int, ...]] = []
+        for word in sampling.bad_words:
+            assert tokenizer is not None  # `RequestMaker.check`
+            first, spaced = tokenizer.continuations([word.lstrip(), " " + word.lstrip()])
+            words.append(tuple(first))
+            if spaced[:1] != first[:1] and len(spaced) == len(first):
+                words.append(tuple(spaced))
+        return cls(sampling, tuple(words))
+
+    def edit(self, logits_V: Tensor, prompt: NDArray[np.int32], response: NDArray[np.int32]) -> None:
+        """In place, before the temperature, in vLLM's order: bad words, bias, penalties."""
+        for *begun, last in self.bad_words:
+            if not begun or response[len(response) - len(begun) :].tolist() == begun:
+                logits_V[last] = -torch.inf
+        sampling, place = self.sampling, logits_V.device
+        if sampling.logit_bias:
+            ids, bias = zip(*sampling.logit_bias, strict=True)
+            logits_V[torch.tensor(ids, device=place)] += torch.tensor(bias, device=place)
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.from_numpy(np.union1d(prompt, response).astype(np.int64)).to(place)
+            found, penalty = logits_V[seen], sampling.repetition_penalty
+            logits_V[seen] = torch.where(found > 0, found / penalty, found * penalty)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            ids, counts = np.unique(response, return_counts=True)
+            said = torch.from_numpy(ids.astype(np.int64)).to(place)
+            amount = sampling.frequency_penalty * torch.from_numpy(counts).to(place) + sampling.presence_penalty
+            logits_V[said] -= amount.to(logits_V.dtype)
+
+    def truncate(self, logits_V: Tensor) -> None:
+        """In place, after the temperature: tokens below `min_p` of the largest probability are not drawn."""
+        if self.sampling.min_p:
+            least = logits_V.max() + math.log(self.sampling.min_p)
+            logits_V.masked_fill_(logits_V < least, -torch.inf)

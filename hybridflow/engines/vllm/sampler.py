@@ -25,8 +25,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 
-from hybridflow.engines.vllm.requests import LogitEdits
-from hybridflow.engines.vllm.seeds import draw_seeds
+from hybridflow.engines.contract import draw_seeds
+from hybridflow.engines.vllm.engine_loop import LogitEdits
 
 
 class PolicySampler(Sampler):

@@ -20,8 +20,8 @@ import pytest
 from hybridflow.cluster import liveness
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.liveness import ASK, STACKS, WATCH, LivenessServer, with_text
-from hybridflow.engines.pipeline_turn import UPDATE_THREAD, PipelineTurn
 from hybridflow.engines.process_groups import SkippedStep
+from hybridflow.engines.time_sharing import UPDATE_THREAD, PipelineTurn
 from hybridflow.errors import HostLostError, WorkerError
 
 

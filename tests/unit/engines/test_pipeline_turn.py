@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.engines.pipeline_turn import PipelineTurn
+from hybridflow.engines.time_sharing import PipelineTurn
 
 
 def test_an_error_elsewhere_reaches_an_update_that_has_computed():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.engines.row_images import RowImages, check_prompt
+from hybridflow.engines.vllm.row_images import RowImages, check_prompt
 from hybridflow.errors import PromptError
 from hybridflow.models.hf_spec import TransformersSpec
 from tests.vision_models import IMAGE, sizes

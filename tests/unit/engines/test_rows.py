@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridflow as hf
-from hybridflow.engines.contract import Row
+from hybridflow.engines.contract import Row, derived_seed, draw_seeds
 from hybridflow.engines.vllm.engine_loop import _steps_ahead
-from hybridflow.engines.vllm.seeds import derived_seed, draw_seeds
 from hybridflow.errors import ConfigError, ProtocolError
 from hybridflow.protocols.protocol import SKIP, on_replica
 from hybridflow.topology import RankGrid
