@@ -155,6 +155,7 @@ def test_repeat_keeps_copies_adjacent_and_ids_unique(batch, of):
     assert len(twice) == 12
     assert home(twice).equal(make(6).repeat(2))
     assert home(twice.repeat(3)).equal(make(6).repeat(2).repeat(3))
+    assert home(batch.repeat(1)).equal(make(6).repeat(1))
     plain = of(Batch({"x": torch.tensor([5, 6])})).repeat(2)
     assert home(plain)["group_id"].tolist() == [0, 0, 1, 1]
     assert home(plain)["row_id"].tolist() == [0, 1, 2, 3]
