@@ -163,11 +163,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_search(home: Path, 
 
 def test_the_command_is_quick_to_say_what_it_can():
     done = subprocess.run(
-        [sys.executable, "-m", "hybridflow", "plan", "--help"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=100,
+        [sys.executable, "-m", "hybridflow", "plan", "--help"], capture_output=True, text=True, cwd=ROOT, timeout=100
     )
     assert done.returncode == 0, done.stderr
     assert "--cluster" in done.stdout

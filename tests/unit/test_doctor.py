@@ -259,11 +259,7 @@ def test_what_is_understood_of_a_directory(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("key", "value", "where"),
-    [
-        ("eos_token_id", "end", "config"),
-        ("num_hidden_layers", 99, "weights"),
-        ("logit_scale", 0.5, "generation"),
-    ],
+    [("eos_token_id", "end", "config"), ("num_hidden_layers", 99, "weights"), ("logit_scale", 0.5, "generation")],
 )
 def test_a_directory_that_a_run_would_refuse(tmp_path, capsys, key, value, where):
     model = tiny_models.make_policy(tmp_path / "model", head_dim=32)

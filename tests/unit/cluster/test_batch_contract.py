@@ -69,8 +69,7 @@ def test_columns_are_dropped_and_renamed_by_names_or_a_collection(batch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "index"),
-    [(slice(1, 4), [1, 2, 3]), (slice(4, 2), []), (slice(-2, None), [4, 5]), (-1, [5]), (2, [2])],
+    ("rows", "index"), [(slice(1, 4), [1, 2, 3]), (slice(4, 2), []), (slice(-2, None), [4, 5]), (-1, [5]), (2, [2])]
 )
 def test_rows_are_chosen_by_slices_and_a_number(batch, rows, index):
     assert len(batch[rows]) == len(index)

@@ -34,13 +34,7 @@ from hybridflow.cluster.row_refs import (
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError
-from hybridflow.protocols.protocol import (
-    DP_PROTO,
-    THREE_D_ALL_MICRO_DP,
-    THREE_D_PP_AS_DP,
-    THREE_D_PROTO,
-    Protocol,
-)
+from hybridflow.protocols.protocol import DP_PROTO, THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP, THREE_D_PROTO, Protocol
 from hybridflow.topology import RankGrid
 
 quick = settings(max_examples=60, deadline=None)

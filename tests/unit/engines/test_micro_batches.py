@@ -48,14 +48,7 @@ def assert_sequences_are_rows(micro: MicroBatch, lengths: list[tuple[int, int]],
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    rows_of_tokens,
-    st.integers(1, 60),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from(COSTS),
-)
+@given(rows_of_tokens, st.integers(1, 60), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.sampled_from(COSTS))
 @example(lengths=[(1, 1)] * 4, budget=60, multiple=1, at_least=3, packed=False, cost=None)
 @example(lengths=[(1, 1)] * 4, budget=60, multiple=1, at_least=3, packed=True, cost=None)
 def test_every_response_token_is_read_once(lengths, budget, multiple, at_least, packed, cost):

@@ -26,13 +26,7 @@ from hybridflow.planner.pipeline.schedule import (
     scheduled,
     simulate,
 )
-from hybridflow.planner.pipeline.shared_schedule import (
-    InOrder,
-    memory_limits,
-    serial_makespan,
-    shortest,
-    together,
-)
+from hybridflow.planner.pipeline.shared_schedule import InOrder, memory_limits, serial_makespan, shortest, together
 
 
 def alike(micro_batches: int, forward: float = 1.0, backward: float = 2.0, models: int = 2) -> tuple[Work, ...]:

@@ -16,13 +16,7 @@ from hybridflow.config import KV
 from hybridflow.errors import ConfigError
 from hybridflow.planner import DecodingSpeed, ResponseLengths, StreamRun, simulate_stream
 from hybridflow.planner.admission import StreamOptions
-from hybridflow.planner.cost.cache_places import (
-    CachedRow,
-    CachePlace,
-    CachePrices,
-    cache_places,
-    place_seconds,
-)
+from hybridflow.planner.cost.cache_places import CachedRow, CachePlace, CachePrices, cache_places, place_seconds
 from hybridflow.planner.cost.hardware import DEFAULT
 from hybridflow.planner.describe.cluster_spec import DEVICES
 
