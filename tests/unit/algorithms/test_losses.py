@@ -21,10 +21,10 @@ from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ConfigError
+from tests.example_losses import AGGREGATIONS, made
 
 FLOAT = torch.float64
 Array = np.ndarray
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {}),
     ("ppo", {"clip": 0.1, "clip_high": 0.28}),
@@ -104,23 +104,6 @@ def batches(draw, dtype: torch.dtype = FLOAT) -> tuple[Batch, dict[str, Ragged]]
     """Rows with holes in the mask, rows without a valid token, empty rows; the engine's outputs of them."""
     mask = Ragged.from_rows(draw(st.lists(st.lists(st.booleans(), max_size=8), min_size=1, max_size=6)), torch.bool)
     return made(mask, draw(st.integers(0, 9999)), dtype)
-
-
-def made(mask: Ragged, seed: int, dtype: torch.dtype = FLOAT) -> tuple[Batch, dict[str, Ragged]]:
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(7, len(mask.values), generator=generator, dtype=FLOAT).to(dtype)
-    old = -1.5 + 0.3 * noise[0]
-    columns = {
-        "old_log_probs": old,
-        "log_probs": old + 0.5 * noise[1],
-        "ref_log_probs": old + 0.4 * noise[2],
-        "advantages": noise[3],
-        "values": 0.5 * noise[1],
-        "returns": noise[2],
-    }
-    outputs = {"log_probs": old + 0.3 * noise[4], "entropy": noise[5].abs(), "values": 0.5 * noise[1] + 0.3 * noise[6]}
-    batch = Batch({name: mask.with_values(x) for name, x in columns.items()} | {"response_mask": mask})
-    return batch, {name: mask.with_values(x) for name, x in outputs.items()}
 
 
 def totals_of(batch: Batch) -> Totals:

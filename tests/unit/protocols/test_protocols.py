@@ -33,7 +33,7 @@ from hybridflow.protocols.protocol import (
     join,
 )
 from hybridflow.topology import RankGrid, even_bounds
-from tests.example_losses import AGGREGATIONS, LOSSES, make_loss
+from tests.example_losses import AGGREGATIONS, LOSSES, made, make_loss
 
 RANKS = 1024
 thorough = settings(max_examples=60, deadline=None)
@@ -303,19 +303,7 @@ def rollout(seed: int) -> tuple[Batch, dict[str, Ragged]]:
     lengths[5] = 0
     mask = Ragged.from_lengths(torch.rand(int(lengths.sum()), generator=generator) < 0.8, lengths)
     mask.row(3).fill_(False)
-    noise = torch.randn(8, len(mask.values), generator=generator)
-    old = -1.5 + 0.3 * noise[0]
-    columns = {
-        "old_log_probs": old,
-        "log_probs": old + 0.2 * noise[1],
-        "ref_log_probs": old + 0.3 * noise[2],
-        "advantages": noise[3],
-        "values": noise[4],
-        "returns": noise[5],
-    }
-    outputs = {"log_probs": old + 0.2 * noise[6], "entropy": noise[7].abs(), "values": noise[4] + 0.2 * noise[6]}
-    batch = Batch({name: mask.with_values(x) for name, x in columns.items()} | {"response_mask": mask})
-    return batch, {name: mask.with_values(x) for name, x in outputs.items()}
+    return made(mask, seed, torch.float32)
 
 
 def added_up(loss: Loss, batch: Batch, outputs: dict[str, Ragged], micro_batches: Sequence[torch.Tensor]):
