@@ -1,4 +1,4 @@
-"""Every loss with options that matter, and every aggregation: cases for the tests of split invariance."""
+"""Every loss with options that matter, every aggregation, and batches for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import hybridflow as hf
 from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.registry import policy_loss, value_loss
+from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -55,3 +56,21 @@ def make_loss(case: str, aggregation: str, norm: float | None = None) -> Loss:
     norms = {"norm": norm} if norm and aggregation == "seq-mean-token-sum-norm" else {}
     make = value_loss if loss == "value" else policy_loss
     return make(loss, **options, aggregation=aggregation, **norms)
+
+
+def made(mask: Ragged, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Batch, dict[str, Ragged]]:
+    """Columns of random numbers for rows with this mask, and the engine's outputs of them."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(7, len(mask.values), generator=generator, dtype=torch.float64).to(dtype)
+    old = -1.5 + 0.3 * noise[0]
+    columns = {
+        "old_log_probs": old,
+        "log_probs": old + 0.5 * noise[1],
+        "ref_log_probs": old + 0.4 * noise[2],
+        "advantages": noise[3],
+        "values": 0.5 * noise[1],
+        "returns": noise[2],
+    }
+    outputs = {"log_probs": old + 0.3 * noise[4], "entropy": noise[5].abs(), "values": 0.5 * noise[1] + 0.3 * noise[6]}
+    batch = Batch({name: mask.with_values(x) for name, x in columns.items()} | {"response_mask": mask})
+    return batch, {name: mask.with_values(x) for name, x in outputs.items()}

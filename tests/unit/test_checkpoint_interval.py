@@ -26,9 +26,7 @@ WEEK = 7 * 24 * 3600.0
 BAD = (math.nan, math.inf, -math.inf, -1.0, 0, True, "7", None)
 
 models = st.builds(
-    FailureModel,
-    devices=st.integers(1, 100_000),
-    device_hours=st.floats(math.log(1e-2), math.log(1e9)).map(math.exp),
+    FailureModel, devices=st.integers(1, 100_000), device_hours=st.floats(math.log(1e-2), math.log(1e9)).map(math.exp)
 )
 costs = st.builds(
     lambda blocking, more, detection, restart: CheckpointCosts(

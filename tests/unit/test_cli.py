@@ -82,6 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_what_cannot_be_planned(home: Path, capsys: pytest.CaptureFixture[str]):
     driver, model = f"{home}/driver.py", f"model={home}/nowhere/model"
+    planned = (driver, "--cluster", "a100:1x8", model, "actor.model=llama3-7b")
     for expected, *arguments in (
         ("no driver nowhere.py", "nowhere.py", "--cluster", "a100:1x8"),
         ("has no function 'man'", f"{driver}:man", "--cluster", "a100:1x8"),
@@ -93,30 +94,12 @@ def test_what_cannot_be_planned(home: Path, capsys: pytest.CaptureFixture[str]):
         ("actor.model=: give a model", driver, "--cluster", "a100:1x8", model, "actor.model="),
         ("counts down", driver, "--cluster", "a100:1x8", model, "--pin", "actor=5-3"),
         ("give devices", driver, "--cluster", "a100:1x8", model, "--pin", "actor=x"),
-        (
-            "nothing to share",
-            driver,
-            "--cluster",
-            "a100:1x8",
-            model,
-            "actor.model=llama3-7b",
-            "--pin",
-            "actor=1-1-8-ep2",
-        ),
-        (
-            "can wait in host memory",
-            driver,
-            "--cluster",
-            "a100:1x8",
-            model,
-            "actor.model=llama3-7b",
-            "--pin",
-            "actor=offload",
-        ),
+        ("nothing to share", *planned, "--pin", "actor=1-1-8-ep2"),
+        ("can wait in host memory", *planned, "--pin", "actor=offload"),
         ("GROUP=VALUE", driver, "--cluster", "a100:1x8", model, "--cap", "8"),
         ("whole number", driver, "--cluster", "a100:1x8", model, "--cap", "actor=x"),
         ("two groups", driver, "--cluster", "a100:1x8", model, "--apart", "actor"),
-        ("multiple", driver, "--cluster", "a100:1x8", model, "actor.model=llama3-7b", "--rows", "127"),
+        ("multiple", *planned, "--rows", "127"),
     ):
         assert expected in refused(capsys, *arguments), expected
 
@@ -180,11 +163,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_search(home: Path, 
 
 def test_the_command_is_quick_to_say_what_it_can():
     done = subprocess.run(
-        [sys.executable, "-m", "hybridflow", "plan", "--help"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=100,
+        [sys.executable, "-m", "hybridflow", "plan", "--help"], capture_output=True, text=True, cwd=ROOT, timeout=100
     )
     assert done.returncode == 0, done.stderr
     assert "--cluster" in done.stdout

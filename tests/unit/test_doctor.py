@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from hybridflow.cli import cluster_report, doctor
 from hybridflow.cli import commands as cli
-from hybridflow.cli import doctor
+from hybridflow.cli.cluster_report import Probe
+from hybridflow.cli.commands import main
 from hybridflow.cli.doctor import Finding
+from tests import tiny_models
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -177,3 +183,88 @@ def test_the_command_fails_when_a_check_does(monkeypatch, capsys):
     told = capsys.readouterr()
     assert "FAIL memory         none\n                    Buy some." in told.out
     assert "1 of the checks failed" in told.err
+
+
+def test_ports_that_are_closed_are_named():
+    one, other = Probe(), Probe()
+    open_port = one.listen("127.0.0.1")
+    closed = other.listen("127.0.0.1")
+    other._server.close()
+    others = [("a", "127.0.0.1", open_port), ("b", "127.0.0.1", closed), ("self", "127.0.0.2", closed)]
+    (found,) = Probe().reach("127.0.0.2", others)
+    assert found.startswith(f"none to b (127.0.0.1:{closed})")
+
+
+def test_a_directory_without_the_drivers_file(tmp_path):
+    assert "No such file" in Probe().meet("10.0.0.2", str(tmp_path), "word")
+    (tmp_path / "word").write_text("word")
+    assert Probe().meet("10.0.0.2", str(tmp_path), "word") == ""
+    assert (tmp_path / "10.0.0.2").read_text() == "word"
+
+
+def test_other_versions_are_named(monkeypatch):
+    own = Finding("versions", "Python 3.11.7, torch 2.13.0, ray 2.60.0")
+    monkeypatch.setattr(cluster_report, "_versions", lambda: own)
+    assert list(cluster_report._compared([own])) == [own]
+    (found,) = cluster_report._compared([replace(own, found="Python 3.11.7, torch 2.12.0, ray 2.60.0")])
+    assert found.cure == "It has torch 2.12.0, unlike this machine: install the same versions everywhere."
+    (found,) = cluster_report._compared([replace(own, found="Python 3.11.7, torch 2.13.0")])
+    assert "not ray 2.60.0" in found.cure
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shared", "."], "is what the machines of a --cluster have in common"),
+        (["--cluster", "."], "a model's directory or at a --cluster"),
+        (["--cluster", "--shared", "/no/such"], "/no/such is no directory on this machine"),
+        (["--cluster"], "no Ray cluster answers at 127.0.0.1:1"),
+    ],
+)
+def test_wrong_commands(words, said, capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def findings(model: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str]]:
+    status = cli.main(["doctor", str(model)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[:5].strip()]
+    return status, {line[5:20].strip(): line[:5].strip() + " " + line[20:] for line in lines}
+
+
+def test_what_is_understood_of_a_directory(tmp_path, capsys):
+    model = tiny_models.make_policy(tmp_path / "model", sliding_window=None, eos_token_id=[3, 5], head_dim=32)
+    (model / "additional.bin").write_bytes(b"x")
+    weights = load_file(model / "model.safetensors")
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    surplus = weights["model.norm.weight"].clone()
+    save_file({**weights, "model.spare": surplus}, model / "model.safetensors", metadata={"format": "pt"})
+    status, found = findings(model, capsys)
+    assert status == 0
+    config = json.loads((model / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    assert found["family"].startswith("ok llama")
+    assert found["context"] == f"ok {config['max_position_embeddings']} tokens"
+    assert "rope_theta" in found["rope"]
+    assert found["windows"] == f"ok {layers} layers without"
+    assert found["tie"].startswith("ok output layer")
+    assert {"3", "5"} <= set(found["end ids"].removeprefix("ok ").split(", "))
+    assert found["template"] in ("ok none",) or "characters" in found["template"]
+    assert found["weights"] == f"ok {parameters + surplus.numel():,} parameters in F32"
+    assert found["unread files"] == "ok additional.bin"
+    assert found["unused tensors"] == "ok model.spare"
+    assert found["generation"].startswith("ok vLLM takes it")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "where"),
+    [("eos_token_id", "end", "config"), ("num_hidden_layers", 99, "weights"), ("logit_scale", 0.5, "generation")],
+)
+def test_a_directory_that_a_run_would_refuse(tmp_path, capsys, key, value, where):
+    model = tiny_models.make_policy(tmp_path / "model", head_dim=32)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, key: value}))
+    status, found = findings(model, capsys)
+    assert status == 1
+    assert [name for name, text in found.items() if text.startswith("FAIL")] == [where]

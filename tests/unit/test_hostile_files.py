@@ -90,11 +90,7 @@ def test_a_model_directory_that_asks_for_code_is_refused(file, keys, key, tmp_pa
     load_tokenizer(home)
     change(home / file, **keys)
     says = rf"{file} asks by '{key}' for code of the model's authors.*never runs.*delete the key"
-    for load in (
-        lambda: read_spec(home, "lm"),
-        lambda: read_spec(home, "value"),
-        lambda: load_tokenizer(home),
-    ):
+    for load in (lambda: read_spec(home, "lm"), lambda: read_spec(home, "value"), lambda: load_tokenizer(home)):
         with pytest.raises(CheckpointError, match=says):
             load()
 

@@ -138,10 +138,7 @@ def test_an_object_of_the_user_gets_each_iteration(tmp_path):
     parts = [[(1, 1), (2, 2), (3, 3), (4, 4)], [(3, 3.5)], [(3, 3.7)]]
     first, second, third = [[("log", *point) for point in part] for part in parts]
     close = [("close", False)], [("close", True)]
-    assert mine.calls == [
-        *[(*opened, 0), *first, (*opened, 2), *second, *close[0]],
-        *[(*opened, 2), *third, *close[1]],
-    ]
+    assert mine.calls == [*[(*opened, 0), *first, (*opened, 2), *second, *close[0]], *[(*opened, 2), *third, *close[1]]]
 
 
 @pytest.mark.parametrize("method", ["open", "log"])

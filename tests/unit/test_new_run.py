@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 
 from hybridflow.cli.commands import main, recipes_directory, write_recipe
 from hybridflow.errors import ConfigError
+from recipes.game import NUMBERS, Game, worksheet
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = {"arithmetic.py", "made_files.py", "scorers.py", "settings.py", "sizes.py", "small_model.py", "task.py"}
@@ -96,3 +98,36 @@ def test_the_installed_package_has_the_recipes(tmp_path):
         found.extractall(tmp_path / "site")
     run(tmp_path, str(tmp_path / "site"), "-m", "hybridflow", "new", "dpo", "mine.py")
     assert "beta=0.1" in run(tmp_path, str(tmp_path / "site"), "mine.py", "--help")
+
+
+def test_halving_finds_every_number_with_four_guesses():
+    for number in range(NUMBERS):
+        game, low, high = Game(), 0, NUMBERS - 1
+        assert game.reset(number) is None
+        for _ in range(4):
+            guess = (low + high) // 2
+            answer, reward, done = game.step(str(guess))
+            if done:
+                break
+            low, high = (guess + 1, high) if answer == "h" else (low, guess - 1)
+        assert (reward, done) == (1.0, True)
+
+
+def test_drawn_answers_do_not_depend_on_the_number():
+    counts = []
+    for number in (0, 9):
+        random.seed(3)
+        game = Game(shuffled=True)
+        game.reset(number)
+        counts.append([game.step("5")[0] for _ in range(100)])
+    assert counts[0] == counts[1]
+    assert 30 < counts[0].count("h") < 70
+
+
+def test_a_worksheet_is_a_game_that_has_not_ended():
+    rng = random.Random(0)
+    for _ in range(100):
+        said, (guess,) = worksheet(rng)
+        assert said[0] == "?"
+        assert len(said) % 3 == 1
+        assert 0 <= int(guess) < NUMBERS

@@ -55,41 +55,52 @@ def from_one(groups):
     return [{rank + 1 for rank in group} for group in groups]
 
 
+def meet(i: int, parts: int, j: int, others: int) -> bool:
+    """Whether the i-th of `parts` equal parts of something and the j-th of `others` have anything in common."""
+    return i * others < (j + 1) * parts and j * parts < (i + 1) * others
+
+
+def without_overlap(grid: GenerationGrid) -> set[int]:
+    """Devices whose generation weights contain nothing of their training weights."""
+    out = set()
+    for rank in range(grid.size):
+        train, generate = grid.train.coords(rank), grid.coords(rank)
+        stages = meet(train.p, grid.train.p, generate.p, grid.p)
+        if not (stages and meet(train.t, grid.train.t, generate.t, grid.t)):
+            out.add(rank + 1)
+    return out
+
+
+PAIRS = [{1, 2}, {3, 4}, {5, 6}, {7, 8}]
+APART = [{1, 3}, {2, 4}, {5, 7}, {6, 8}]
+FOURS = [{1, 2, 3, 4}, {5, 6, 7, 8}]
+FIGURES = {
+    "figure 7: 1-2-2, full replicas": ((1, 2, 2), (1, 1), "hybridflow", [{1}, {2}, {3}, {4}], PAIRS[:2], set()),
+    "figure 8a: vanilla, weights that are not used": ((1, 4, 2), (1, 2), "vanilla", PAIRS, APART, {2, 3, 6, 7}),
+    "figure 8b: at intervals": ((1, 4, 2), (1, 2), None, APART, PAIRS, set()),
+    "two stages become one": ((2, 4, 1), (1, 2), None, APART, [{1, 2, 5, 6}, {3, 4, 7, 8}], set()),
+    "four stages become two": ((4, 2, 1), (2, 1), None, [{n} for n in range(1, 9)], FOURS, set()),
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figures_7_and_8_and_transitions_with_pipelines(figure: str):
+    """As printed; hybridflow's grouping reuses training weights everywhere."""
+    train, (p, t), rule, tensor, micro, unused = FIGURES[figure]
+    grid = RankGrid(*train).generation(p, t, rule)
+    assert from_one(grid.groups("t")) == tensor
+    assert from_one(grid.groups("micro")) == micro
+    assert without_overlap(grid) == unused
+    assert (grid.micro, grid.replicas) == (len(micro[0]), grid.size // (p * t))
+    if p > 1:
+        assert from_one(grid.groups("p")) == [{1, 5}, {2, 6}, {3, 7}, {4, 8}]
+
+
 def test_training_groups_of_figure_8():
-    """Training 1-4-2: TP and DP groups as printed (section 5.3)."""
     grid = RankGrid(p=1, t=4, d=2)
-    assert from_one(grid.groups("t")) == [{1, 2, 3, 4}, {5, 6, 7, 8}]
+    assert from_one(grid.groups("t")) == FOURS
     assert from_one(grid.groups("d")) == [{1, 5}, {2, 6}, {3, 7}, {4, 8}]
     assert from_one(grid.groups("p")) == [{rank} for rank in range(1, 9)]
-
-
-def test_vanilla_grouping_of_figure_8a():
-    """1-4-2 -> 1-2-2-2: neighbours form generation TP groups, so ranks 2, 3, 6, 7 hold other weights than before."""
-    grid = RankGrid(p=1, t=4, d=2).generation(1, 2, "vanilla")
-    assert from_one(grid.groups("t")) == [{1, 2}, {3, 4}, {5, 6}, {7, 8}]
-    assert from_one(grid.groups("micro")) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}]
-
-
-def test_hybridflow_grouping_of_figure_8b():
-    """1-4-2 -> 1-2-2-2: generation TP groups at intervals, micro data parallel groups of neighbours."""
-    grid = RankGrid(p=1, t=4, d=2).generation(1, 2)
-    assert from_one(grid.groups("t")) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}]
-    assert from_one(grid.groups("micro")) == [{1, 2}, {3, 4}, {5, 6}, {7, 8}]
-    assert (grid.micro, grid.replicas) == (2, 4)
-
-
-def test_pipeline_to_tensor_transition():
-    """2-4-1 -> p_g=1, t_g=2."""
-    grid = RankGrid(p=2, t=4, d=1).generation(1, 2)
-    assert from_one(grid.groups("t")) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}]
-    assert from_one(grid.groups("micro")) == [{1, 2, 5, 6}, {3, 4, 7, 8}]
-
-
-def test_pipeline_stays_in_generation():
-    """4-2-1 -> p_g=2, t_g=1."""
-    grid = RankGrid(p=4, t=2, d=1).generation(2, 1)
-    assert from_one(grid.groups("p")) == [{1, 5}, {2, 6}, {3, 7}, {4, 8}]
-    assert from_one(grid.groups("micro")) == [{1, 2, 3, 4}, {5, 6, 7, 8}]
 
 
 @settings(deadline=None)
@@ -208,12 +219,6 @@ def test_micro_group_holds_exactly_one_generation_shard(grid):
         wanted = {(at.p * every_p + i, at.t * every_t + j) for i in range(every_p) for j in range(every_t)}
         assert held == wanted
         assert len(group) == len(wanted) == grid.micro
-
-
-def test_vanilla_rule_does_not_contain_the_training_shard():
-    """The reason for the other rule: rank 2 trains the second quarter and would generate with the second half."""
-    grid = RankGrid(t=4).generation(1, 2, "vanilla")
-    assert grid.coords(1).t == 1
 
 
 def test_equal_sizes_change_nothing():

@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
+from hybridflow.batch import markup
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects, same
 from hybridflow.batch.ragged import Ragged
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.future import Future, Known
+from hybridflow.cluster.row_refs import CallOrigin, RankOutput
 from hybridflow.errors import BatchError
 from tests.example_batches import batches, quick
-
-
-def test_from_dicts_chooses_types_by_value_not_by_chance():
-    records = [
-        {
-            "n": 1,
-            "f": 1,
-            "b": True,
-            "ids": [1, 2],
-            "p": [0.5],
-            "s": "a",
-            "none": 1,
-            "deep": [[1], [2]],
-            "np": np.ones(2),
-        },
-        {"n": 2, "f": 0.5, "b": False, "ids": [3, 4], "p": [1], "s": "b", "none": None, "deep": [], "np": np.ones(1)},
-    ]
-    batch = Batch.from_dicts(records)
-    assert batch["n"].dtype == torch.int64
-    assert batch["f"].dtype == torch.float32
-    assert batch["b"].dtype == torch.bool
-    assert batch["ids"].tolist() == [[1, 2], [3, 4]]  # ragged although all have one length
-    assert batch["p"].dtype == torch.float32
-    assert batch["s"] == ["a", "b"]
-    assert batch["none"] == [1, None]
-    assert batch["deep"] == [[[1], [2]], []]
-    assert batch["np"].lengths.tolist() == [2, 1]
-    assert Batch.from_dicts([{"big": 2**70}])["big"] == [2**70]
-    assert Batch.from_dicts([{"e": []}, {"e": []}])["e"].dtype == torch.int64
-    stacked = Batch.from_dicts([{"t": torch.zeros(2, 2), "z": torch.tensor(3)}] * 2)
-    assert stacked["t"].shape == (2, 2, 2)
-    assert stacked["z"].tolist() == [3, 3]
-    assert len(Batch.from_dicts([])) == 0
 
 
 @pytest.mark.parametrize(
@@ -61,6 +36,7 @@ def test_from_dicts_chooses_types_by_value_not_by_chance():
         ([[1, 2], [3]], "ragged int64"),
         ([[1, 2], [3.5, 4]], "ragged float32"),
         ([[], [True]], "ragged bool"),
+        ([[], []], "ragged int64"),
         ([(1, 2), [3, 4]], "ragged int64"),
         ([torch.rand(2).half(), torch.rand(3).half()], "ragged float16"),
         ([torch.tensor([1.5]), torch.tensor([2])], "ragged float32"),
@@ -76,6 +52,7 @@ def test_from_dicts_chooses_types_by_value_not_by_chance():
         ([{"role": "user"}], list),
         ([2**70], list),
         ([torch.zeros(1, 1), torch.zeros(2, 2)], list),
+        ([[[1], [2]], []], list),
         ([], list),
         (Objects([1, 2]), list),
         (np.array([1, 2], dtype=object), list),
@@ -111,6 +88,7 @@ def test_from_dicts_names_the_record():
         Batch.from_dicts([{"prompt": "a"}, {"prompts": "b"}])
     with pytest.raises(BatchError, match="record 1 has 'b', which record 0 lacks"):
         Batch.from_dicts([{"a": 1}, {"a": 1, "b": 2}])
+    assert len(Batch.from_dicts([])) == 0
 
 
 @quick
@@ -143,3 +121,85 @@ def test_html_escapes_and_shows_first_rows():
     assert "&lt;script&gt;" in page
     assert "&lt;b&gt;" in page
     assert "24 more rows" in page
+
+
+SCRIPT = "<script>alert('1')</script>"
+
+
+class Broken:
+    def __repr__(self) -> str:
+        raise RuntimeError(SCRIPT)
+
+
+@given(batches)
+def test_any_batch_has_a_text_and_a_table(batch):
+    for shown in (batch, BatchRef.from_batch(batch), *(batch.peek(name) for name in batch.columns)):
+        assert repr(shown)
+        table = shown._repr_html_() if hasattr(shown, "_repr_html_") else str(shown)
+        assert table.encode()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64, torch.float16, torch.bfloat16),
+        *(torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+)
+def test_columns_of_any_type_are_shown(dtype):
+    values = torch.tensor([0.0, 1.0, 2.0]).to(dtype)
+    batch = Batch({"dense": values, "matrix": values[:, None, None].expand(3, 2, 9), "ragged": Ragged(values, OFFSETS)})
+    assert "dense" in repr(batch)
+    assert "matrix" in batch._repr_html_()
+    assert "length" in batch["ragged"]._repr_html_()
+
+
+OFFSETS = torch.tensor([0, 1, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [SCRIPT, [SCRIPT], {SCRIPT: SCRIPT}, Broken(), [Broken()], 10**5000, "\ud800", float("nan"), b"<b>", "a" * 10**7],
+    ids=range(10),
+)
+def test_objects_are_shortened_and_escaped(value: Any):
+    batch = Batch({"<b>": Objects([value, value])})
+    for page in (batch._repr_html_(), batch["<b>"]._repr_html_(), BatchRef.from_batch(batch)._repr_html_()):
+        assert page.encode()
+        assert "<script>" not in page
+        assert "<b>" not in page
+        assert len(page) < 2000
+    assert len(repr(batch)) < 1000
+
+
+@given(st.text(), st.text(), st.text())
+def test_tables_escape_every_text(title, cell, note):
+    page = markup.table(title, (cell,), [(cell,)], note)
+    for tag in ("p", "table", "thead", "tbody", "tr"):
+        assert (
+            page.count(f"<{tag}")
+            == page.count(f"</{tag}>")
+            == (1 + bool(note) if tag == "p" else page.count(f"</{tag}>"))
+        )
+    assert page.count("<") == page.count(">")
+    assert page.encode()
+
+
+def test_a_column_of_a_reference_names_its_writer():
+    column = BatchRef.from_batch(Batch({"x": [1, 2]}))["x"]
+    assert repr(column) == "x: 2 rows by reference, driver.from_batch: done; .get() brings them here"
+    assert "driver.from_batch" in column._repr_html_()
+
+
+def test_a_future_of_a_trace_shows_its_value():
+    output = RankOutput(Known({"actor/<b>": 0.5}), None, CallOrigin("actor", 0, "update_actor"))
+    future = Future((output,), "join")
+    assert repr(future) == "Future(actor.update_actor: {'actor/<b>': 0.5})"
+    assert "actor/&lt;b&gt;" in future._repr_html_()
+
+
+def test_a_future_of_a_closed_session_says_so():
+    # other tests of this process may have left Ray connected: an unknown reference is pending then
+    output = RankOutput(ray.ObjectRef.from_random(), None, CallOrigin("actor", 0, "save"))
+    state = "pending" if ray.is_initialized() else "gone: RuntimeError"
+    assert repr(Future((output,))) == f"Future(actor.save: {state})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.batch.row_split import RowPlan, balance
@@ -147,13 +147,6 @@ def test_fewer_rows_than_parts_gives_empty_parts():
     assert [len(part[0]) for part in RowPlan(2, 5).assign()] == [1, 1, 0, 0, 0]
     assert [len(part[0]) for part in RowPlan(2, 5).assign(torch.tensor([1, 9]))] == [1, 1, 0, 0, 0]
     assert [len(part[0]) for part in RowPlan(0, 3).assign(torch.empty(0))] == [0, 0, 0]
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.integers(0, 2**20))
-def test_thousand_parts(seed):
-    plan = RowPlan(5000, 1024, 3)
-    check_cover(plan.assign(weights_of(5000, seed)), 5000, 1024, 3)
 
 
 @pytest.mark.parametrize(

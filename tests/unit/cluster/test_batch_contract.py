@@ -69,8 +69,7 @@ def test_columns_are_dropped_and_renamed_by_names_or_a_collection(batch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "index"),
-    [(slice(1, 4), [1, 2, 3]), (slice(4, 2), []), (slice(-2, None), [4, 5]), (-1, [5]), (2, [2])],
+    ("rows", "index"), [(slice(1, 4), [1, 2, 3]), (slice(4, 2), []), (slice(-2, None), [4, 5]), (-1, [5]), (2, [2])]
 )
 def test_rows_are_chosen_by_slices_and_a_number(batch, rows, index):
     assert len(batch[rows]) == len(index)
@@ -155,6 +154,7 @@ def test_repeat_keeps_copies_adjacent_and_ids_unique(batch, of):
     assert len(twice) == 12
     assert home(twice).equal(make(6).repeat(2))
     assert home(twice.repeat(3)).equal(make(6).repeat(2).repeat(3))
+    assert home(batch.repeat(1)).equal(make(6).repeat(1))
     plain = of(Batch({"x": torch.tensor([5, 6])})).repeat(2)
     assert home(plain)["group_id"].tolist() == [0, 0, 1, 1]
     assert home(plain)["row_id"].tolist() == [0, 1, 2, 3]

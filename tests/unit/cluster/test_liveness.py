@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -176,3 +177,17 @@ def test_a_lost_host_is_an_error_with_node_and_step():
     assert isinstance(found, HostLostError)
     assert str(found) == "it is gone More."
     assert (found.node, found.step, found.id) == ("gpu-7", 12, error.id)
+
+
+def test_stacks_without_a_run_directory_are_kept_for_a_day(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with Incidents()._new_file("stacks-a") as first, Incidents()._new_file("stacks-a") as second:
+        assert first.name != second.name
+    (private,) = tmp_path.iterdir()
+    assert private.stat().st_mode & 0o77 == 0
+    os.utime(first.name, (0, time.time() - 90000))
+    with Incidents()._new_file("stacks-b") as third:
+        pass
+    assert {path.name for path in (private / "stacks").iterdir()} == {
+        os.path.basename(file.name) for file in (second, third)
+    }

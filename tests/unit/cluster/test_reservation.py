@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import hybridflow.cluster.reservation as reservation
+from hybridflow.cluster.reservation import bundle_nodes
 from hybridflow.errors import PlacementError
 
 
@@ -107,3 +108,28 @@ def test_who_listens_answers():
     with socket.create_server(("127.0.0.1", 0)) as server:
         there, gone = machine(1, port=server.getsockname()[1]), machine(1, port=1)
         assert reservation._silent([there, gone]) == [gone]
+
+
+TABLE = {"bundles_to_node_id": {0: "a", 1: "b"}}
+ALIVE = {"NodeID": "a", "Alive": True, "Resources": {"GPU": 8.0}}
+DEAD = {"NodeID": "b", "Alive": False, "Resources": {}}
+
+
+def test_each_bundle_has_its_node():
+    other = {**ALIVE, "NodeID": "b"}
+    assert bundle_nodes(TABLE, [other, ALIVE], 2) == [ALIVE, other]
+
+
+@pytest.mark.parametrize(
+    ("table", "nodes"),
+    [
+        (TABLE, [ALIVE, DEAD]),
+        (TABLE, [ALIVE]),
+        ({"bundles_to_node_id": {0: "a"}}, [ALIVE]),  # Ray looks for another node
+        ({"bundles_to_node_id": {0: "a", 1: ""}}, [ALIVE]),
+        ({}, [ALIVE]),
+    ],
+)
+def test_a_dead_node_is_named(table, nodes):
+    with pytest.raises(PlacementError, match=r"machines of nodes \[1\]|machines of nodes \[0, 1\]"):
+        bundle_nodes(table, nodes, 2)

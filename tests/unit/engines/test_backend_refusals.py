@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hybridflow as hf
+from hybridflow.engines.fsdp.engine import bytes_kept, require_host_memory
+from hybridflow.engines.fsdp.layout import fsdp_layout
+from hybridflow.engines.host_memory import available
+from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.train_backends import backend
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, ModelError, PlacementError
 from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests import tiny_models
 
@@ -29,7 +38,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     configs: dict[str, dict[str, Any]] = {
         "gpt2": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11},
         "t5": {"model_type": "t5", "d_model": 8},
-        "unheard": {"model_type": "unheard"},
         "text": {"model_type": "gemma2", "hidden_size": "abc"},
         "no heads": {"model_type": "gemma2", "num_attention_heads": 0},
     }
@@ -98,7 +106,6 @@ def test_peft_is_asked_on_the_driver(models, monkeypatch):
         ("llama", 4, lambda: hf.FSDP(dp=3), PlacementError, r"the pool has 4. Use FSDP\(tp=1, dp=4\)"),
         ("llama", 6, lambda: hf.FSDP(replicate=4), PlacementError, r"dp=6 .* Use replicate in \[1, 2, 3, 6\]"),
         ("llama", 3, lambda: hf.ZeRO(stage=3, dp=4), PlacementError, r"the pool has 3. Use ZeRO\(stage=3, dp=3\)"),
-        ("llama", 4, lambda: hf.ZeRO(stage=0), ConfigError, r"ZeRO\(stage=0\): must be 1 .* 2 .* or 3"),
         ("llama", 4, lambda: hf.ZeRO(stage=2, dtype="int8"), ConfigError, r"ZeRO\(dtype='int8'\) is unknown.*bfloat16"),
         ("llama", 4, lambda: hf.FSDP(dtype="half"), ConfigError, r"FSDP\(dtype='half'\) is unknown.*float16"),
         ("llama", 4, lambda: hf.FSDP(tp=4), ModelError, r"2 kv-heads, which do not divide by tp=4. Use FSDP\(tp=\) in"),
@@ -114,7 +121,6 @@ def test_peft_is_asked_on_the_driver(models, monkeypatch):
         ("t5", 4, lambda: hf.FSDP(), ModelError, "'t5' is not supported: AutoModelForCausalLM does not know it"),
         ("text", 4, lambda: hf.FSDP(), ModelError, r"gemma2 config.json: .*'hidden_size' expected int, got str"),
         ("no heads", 4, lambda: hf.ZeRO(stage=1), ModelError, "does not take this gemma2 config.json: .* by zero"),
-        ("unheard", 4, lambda: hf.ZeRO(stage=1), ModelError, "'unheard' is not supported"),
         (
             "llama",
             4,
@@ -139,14 +145,6 @@ def test_peft_is_asked_on_the_driver(models, monkeypatch):
             ConfigError,
             "'out_proj' matches no linear layer of this mamba decoder, which has in_proj in 1 layers",
         ),
-        (
-            "llama",
-            4,
-            lambda: hf.FSDP(tp=2, lora=hf.LoRA()),
-            ConfigError,
-            r"FSDP\(tp=2, lora=...\): adapters are not cut by tensor parallelism. Use tp=1",
-        ),
-        ("llama", 4, lambda: hf.ZeRO(stage=1, lora=hf.LoRA()), ConfigError, "ZeRO has no setting 'lora'"),
         (
             "llama",
             4,
@@ -207,3 +205,115 @@ def test_a_critic_says_who_it_is(models):
         placed(4, {"model": models["llama"], "train": hf.ZeRO(stage=1, dp=3), "offload": False}, hf.CriticWorker)
     with pytest.raises(ConfigError, match=r"CriticWorker\(offload='cpu'\): the critic waits as a whole"):
         placed(4, {"model": models["llama"], "train": hf.FSDP(), "offload": "cpu"}, hf.CriticWorker)
+
+
+SPEC = ModelSpec(family="llama", hidden=32, intermediate=64, layers=2, heads=4, kv_heads=4, head_dim=8, vocab=61)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_data_parallel_size_follows_from_the_pool(tp, shard, replicate):
+    grid = hf.FSDP(tp=tp, replicate=replicate).grid(tp * shard * replicate)
+    assert grid == RankGrid(p=1, t=tp, d=shard * replicate)
+    assert hf.ZeRO(stage=2).grid(shard) == RankGrid(d=shard)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3))
+def test_ranks_of_the_grid_are_those_of_the_layout(tp, shard, replicate):
+    """rank = (r * shard + s) * tp + t: the data parallel group of a rank holds its tensor parallel part together."""
+    strategy = hf.FSDP(tp=tp, replicate=replicate)
+    grid = strategy.grid(tp * shard * replicate)
+    layout, expected = (
+        backend(strategy, "layout").weights_layout(strategy, SPEC, grid),
+        fsdp_layout(SPEC, shard, replicate=replicate, tp=tp),
+    )
+    for rank in range(grid.size):
+        assert list(layout.regions(rank)) == list(expected.regions(rank))
+        copies = grid.group(rank, "d")[grid.coords(rank).d % shard :: shard]
+        assert all(layout.regions(other) == layout.regions(rank) for other in copies)
+
+
+def test_zero_keeps_parameters_whole_until_stage_3():
+    grid = RankGrid(d=4)
+    held = {}
+    for stage in (1, 2, 3):
+        strategy = hf.ZeRO(stage=stage)
+        layouts = backend(strategy, "layout")
+        for state, of in ((False, layouts.weights_layout), (True, layouts.state_layout)):
+            layout = of(strategy, SPEC, grid)
+            held[stage, state] = sum(region.box.numel for region in layout.regions(0))
+    whole = SPEC.num_parameters
+    assert held[1, False] == held[2, False] == whole
+    assert held[3, False] == held[3, True] < 0.3 * whole
+    assert held[1, True] == held[2, True] < 0.3 * whole
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: hf.FSDP(tp=0), ConfigError, r"FSDP\(tp=0\): must be a whole number of at least 1"),
+        (lambda: hf.FSDP(replicas=2), ConfigError, "FSDP has no setting 'replicas'"),
+        (lambda: hf.FSDP(pp=2), ConfigError, r"no setting 'pp'\..*hf\.Megatron\(pp=...\) has pipeline stages"),
+        (lambda: hf.FSDP(stage=2), ConfigError, r"no setting 'stage'\..*hf\.ZeRO\(stage=...\)"),
+        (lambda: hf.ZeRO(stage=2, tp=2), ConfigError, r"no setting 'tp'\..*hf\.FSDP\(tp=...\)"),
+        (lambda: hf.ZeRO(stage=2, lora=None), ConfigError, r"no setting 'lora'\. hf\.FSDP\(lora=...\)"),
+        (lambda: hf.ZeRO(stages=2), ConfigError, "no setting 'stages'. Did you mean 'stage'"),
+        (lambda: hf.FSDP(offload="all"), ConfigError, r"FSDP\(offload='all'\): give True or False"),
+        (lambda: hf.FSDP(dp=4, replicate=3), PlacementError, r"replicate=3\).*dp=4.*Use replicate in \[1, 2, 4\]"),
+        (lambda: hf.FSDP(dp=2, replicate=2).grid(4), PlacementError, r"Use FSDP\(tp=1, replicate=2, dp=4\)"),
+        (lambda: hf.FSDP(dp=2, replicate=2).grid(5), PlacementError, r"FSDP\(tp=1, replicate=2\) on 4 devices"),
+        (lambda: hf.ZeRO(stage=4), ConfigError, r"ZeRO\(stage=4\): must be 1 \(optimizer state\), 2 .* or 3"),
+        (lambda: hf.ZeRO(stage=True), ConfigError, "stage=True"),
+        (lambda: hf.ZeRO(), ConfigError, "ZeRO needs stage="),
+    ],
+)
+def test_bad_settings_are_refused(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_offloading_needs_host_memory():
+    """Parameters, gradients and two moments in float32, of both ranks of the second node."""
+    grid, strategy, adam = RankGrid(d=4), hf.FSDP(offload=True), hf.Adam(lr=1e-3)
+    layout = backend(strategy, "layout").weights_layout(strategy, SPEC, grid)
+    needed = 2 * 16 * sum(region.box.numel for region in layout.regions(1))
+    groups = ProcessGroups(dist.HashStore(), "critic", range(4), 1, torch.device("cpu"))
+    context = RankContext("critic", 1, grid, groups.device, groups, nodes=(7, 3, 3, 7))
+    require_host_memory(context, strategy, layout, torch.bfloat16, adam, free=needed)
+    with pytest.raises(ConfigError, match=r"critic: offload=True keeps .* GiB of 2 ranks.*has .* GiB free"):
+        require_host_memory(context, strategy, layout, torch.bfloat16, adam, free=needed - 1)
+    require_host_memory(context, hf.FSDP(), layout, torch.bfloat16, adam, free=0)
+    require_host_memory(context, strategy, layout, torch.bfloat16, None, free=needed // 8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "expected"),
+    [
+        (hf.FSDP(), hf.Adam(lr=1), 16),
+        (hf.FSDP(), hf.SGD(lr=1, momentum=0.5), 12),
+        (hf.FSDP(), hf.SGD(lr=1), 8),
+        (hf.FSDP(), None, 2),
+        (hf.ZeRO(stage=1), hf.Adam(lr=1), 12 / 4),
+        (hf.ZeRO(stage=2), hf.Adam(lr=1), 16 / 4),
+        (hf.ZeRO(stage=2), None, 0),
+        (hf.ZeRO(stage=3), hf.Adam(lr=1), 16),
+    ],
+    ids=str,
+)
+def test_bytes_in_host_memory(strategy, optimizer, expected):
+    assert bytes_kept(strategy, torch.bfloat16, optimizer, ranks=4) == expected
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path):
+    machine, group = tmp_path / "meminfo", tmp_path / "group"
+    assert available(machine, group) is None
+    machine.write_text("MemTotal: 900 kB\nMemAvailable:  800 kB\n")
+    assert available(machine, group) == 800 * 1024
+    group.mkdir()
+    for name, text in (("max", "max\n"), ("current", "300000\n"), ("stat", "anon 5\ninactive_file 50000\n")):
+        (group / f"memory.{name}").write_text(text)
+    assert available(machine, group) == 800 * 1024
+    (group / "memory.max").write_text("500000\n")
+    assert available(machine, group) == 500000 - 300000 + 50000
+    (group / "memory.max").write_text("200000\n")
+    assert available(machine, group) == 0

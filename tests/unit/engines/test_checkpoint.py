@@ -403,11 +403,7 @@ def test_another_dtype_is_written_and_announced(models, tmp_path):
     source = models["llama"]
     spec = spec_of(source)
     save_checkpoint(
-        tmp_path / "half",
-        whole(spec),
-        loaded(spec, source),
-        like=source,
-        dtypes=every(spec, torch.bfloat16),
+        tmp_path / "half", whole(spec), loaded(spec, source), like=source, dtypes=every(spec, torch.bfloat16)
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert model.dtype == torch.bfloat16

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 import hybridflow as hf
@@ -30,10 +31,11 @@ from hybridflow.engines.checkpoint.manifest import (
     step_directory,
 )
 from hybridflow.engines.checkpoint.rank_state import Kinds, RankFile, StateWriter, dtype_name
-from hybridflow.engines.checkpoint.reader import INDEX, Checkpoint
-from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
+from hybridflow.engines.checkpoint.reader import INDEX, SINGLE, Checkpoint
+from hybridflow.engines.checkpoint.writer import check_dtype, read_beside, save_checkpoint, saved_dtypes
 from hybridflow.engines.lora.adapters import PREFIX, check_adapters, read_config
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.models.spec import ModelSpec
 from tests.example_layouts import row_shards, storage_shapes, whole
 
@@ -286,3 +288,34 @@ def _diverged(spec: ModelSpec, model: Path, dtype: torch.dtype = torch.float32) 
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in spec.tensors().items()}
     tensors["model.norm.weight"].fill_(torch.nan)
     return tensors
+
+
+NAMES = ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight")
+MOE_SIZES = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+
+
+def test_the_dtypes_are_those_of_the_files(tmp_path):
+    """A tensor that the files lack, or have in a dtype for other things than training, has that of most elements."""
+    kinds = (torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16, torch.float32)
+    save_file({name: torch.ones(8, 8).to(kind) for name, kind in zip(NAMES, kinds, strict=True)}, tmp_path / SINGLE)
+    files = Checkpoint(tmp_path).dtypes([*NAMES, "score.weight"])
+    assert files == {**dict.fromkeys(files, "BF16"), "model.norm.weight": "F32"}
+    assert files.keys() == {*NAMES, "score.weight"}
+    assert saved_dtypes(files, None) == {
+        name: torch.float32 if name == "model.norm.weight" else torch.bfloat16 for name in files
+    }
+
+
+def test_another_dtype_holds_for_all_but_what_transformers_keeps_in_float32():
+    assert {*saved_dtypes(dict.fromkeys(NAMES, "F32"), "float16").values()} == {torch.float16}
+    assert {*saved_dtypes(dict.fromkeys(NAMES, "BF16"), "float32").values()} == {torch.float32}
+    config = transformers.Ernie4_5_MoeConfig(**MOE_SIZES, moe_num_experts=2, moe_layer_start_index=0).to_dict()
+    found = saved_dtypes(dict.fromkeys(TransformersSpec.of(config).tensors(), "F32"), "bfloat16", config)
+    kept = {name.rpartition("mlp.")[2] for name, dtype in found.items() if dtype == torch.float32}
+    assert kept == {"gate.weight", "moe_statics.e_score_correction_bias"}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bf16", torch.bfloat16, 16, ["float16"]])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ConfigError, match="weights are saved as 'float32', 'bfloat16', 'float16'"):
+        check_dtype(dtype)

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hybridflow.engines import process_groups  # its import shares the device
 from hybridflow.engines.process_groups import ProcessGroups
+from hybridflow.engines.time_sharing import PipelineTurn
 from hybridflow.errors import WaitTimeoutError
 
 
@@ -160,3 +161,13 @@ def test_other_connections_are_made_while_a_group_with_a_lost_rank_ends(stores):
             ended.result(10)
             server.accept()[0].close()
             other.result(10).close()
+
+
+def test_an_error_elsewhere_reaches_an_update_that_has_computed():
+    turn = PipelineTurn()
+    turn.announce([2], 1.0)
+    assert turn.settle() is None
+    error = LookupError("a backward of the other model")
+    turn.abandon(error)
+    turn.all_done()
+    assert turn.settle() is error

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 import hybridflow as hf
 from hybridflow.engines.contract import Row, derived_seed, draw_seeds
 from hybridflow.engines.vllm.engine_loop import _steps_ahead
-from hybridflow.errors import ConfigError, ProtocolError
+from hybridflow.engines.vllm.row_images import RowImages, check_prompt
+from hybridflow.errors import ConfigError, PromptError, ProtocolError
+from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.protocols.protocol import SKIP, on_replica
 from hybridflow.topology import RankGrid
+from tests.vision_models import IMAGE, sizes
 
 SEEDS = st.integers(0, 2**63 - 1)
 POSITIONS = st.integers(0, 2**20)
@@ -101,3 +104,16 @@ def test_a_call_on_one_replica_reaches_its_ranks_only(sizes, data):
 def test_a_replica_that_is_not_there_is_refused(number):
     with pytest.raises(ProtocolError, match=r"replicas 0\.\.1"):
         on_replica(number).split(RankGrid(1, 1, 2), "rows")
+
+
+def test_an_image_beyond_what_generation_has_memory_for_is_refused():
+    spec = TransformersSpec.of(sizes("qwen3_vl"))
+    assert spec.images is not None
+    grids = torch.tensor([[1, 256, 256], [1, 256, 258]])
+    one = RowImages([torch.empty(256 * 256, spec.images.patch)], grids[:1], ["one"])
+    check_prompt(0, [IMAGE] * 16384, one, spec, 16384)
+    both = RowImages(
+        [*torch.empty(256 * 514, spec.images.patch).split([256 * 256, 256 * 258])], grids, ["one", "other"]
+    )
+    with pytest.raises(PromptError, match=r"prompt 0 has an image of 16512 tokens, .*\(image_tokens=16384\)"):
+        check_prompt(0, [IMAGE] * (16384 + 16512), both, spec, 16384)

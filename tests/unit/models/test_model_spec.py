@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hybridflow.errors import CheckpointError, ModelError
 from hybridflow.models.hf_spec import TransformersSpec
-from hybridflow.models.spec import FAMILIES, Cost, ModelSpec
+from hybridflow.models.spec import FAMILIES, PUBLISHED, Cost, ModelSpec
 
 SMALL = {
     "hidden_size": 64,
@@ -21,8 +21,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 120,
 }
-LLAMA_3 = SMALL | {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-LLAMA_3 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
 
 
 def small(family: str, **changes) -> dict:
@@ -60,33 +58,13 @@ def test_config_json_and_config_object_mean_the_same(family):
         assert ModelSpec.from_hf_config(settings) == ModelSpec.from_hf_config(hf_config(settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "count"),
-    [
-        (LLAMA_3, 8_030_261_248),
-        # Qwen2.5-0.5B and Qwen3-0.6B (tied), Mistral-7B-v0.3
-        (
-            small("qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
-            | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-            494_032_768,
-        ),
-        (
-            small("qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)
-            | {"num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True, "head_dim": 128},
-            596_049_920,
-        ),
-        (LLAMA_3 | {"model_type": "mistral", "vocab_size": 32768}, 7_248_023_552),
-    ],
-)
-def test_published_parameter_counts(settings, count):
-    assert ModelSpec.from_hf_config(settings).num_parameters == count
-
-
-def test_llama_3_sizes_of_the_paper():
-    """Section 8.1 trains Llama models of 7B, 13B, 34B and 70B; the value model lacks the output embedding."""
-    actor, critic = ModelSpec.from_hf_config(LLAMA_3), ModelSpec.from_hf_config(LLAMA_3, "value")
-    assert actor.num_parameters - critic.num_parameters == 4096 * (128256 - 1)
-    assert critic.tensors()["score.weight"] == (1, 4096)
+def test_published_parameter_counts():
+    assert {name: spec.num_parameters for name, spec in PUBLISHED.items()} == {
+        "llama3-7b": 8_030_261_248,
+        "llama3-13b": 14_001_525_760,
+        "llama3-34b": 35_321_028_608,
+        "llama3-70b": 70_553_706_496,
+    }
 
 
 def test_rope_settings_of_old_and_new_files():
@@ -119,6 +97,9 @@ def test_rope_settings_of_old_and_new_files():
         (small("qwen2", sliding_window=512, use_sliding_window=False), None),
         (small("qwen2", sliding_window=512, use_sliding_window=True, max_window_layers=3), None),
         (small("qwen3", sliding_window=512, use_sliding_window=True, max_window_layers=0), 512),
+        (small("llama", sliding_window=8, use_sliding_window=True), None),  # keys that transformers does not read
+        (small("llama", sliding_window=8, layer_types=["sliding_attention"] * 3), None),
+        (small("mistral", sliding_window=8, use_sliding_window=False), 8),
     ],
 )
 def test_sliding_window(settings, window):
@@ -134,18 +115,6 @@ def test_rope_scaling_replaces_rope_parameters_as_in_transformers():
         "original_max_position_embeddings": float(spec.context)
     }
     assert spec == ModelSpec.from_hf_config(hf_config(both))
-
-
-@pytest.mark.parametrize(
-    ("family", "keys"),
-    [
-        ("llama", {"sliding_window": 8, "use_sliding_window": True}),
-        ("llama", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}),
-        ("mistral", {"sliding_window": 8, "use_sliding_window": False}),
-    ],
-)
-def test_windows_are_those_of_the_keys_that_transformers_reads(family, keys):
-    assert ModelSpec.from_hf_config(small(family, **keys)).sliding_window == (8 if family == "mistral" else None)
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,8 @@ from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, NodeS
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from tests.contracts import family_cases
+from tests.example_plans import LLAMA_7B as MODEL
 
-MODEL = ModelSpec(
-    family="llama", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, vocab=128256
-)
 GRAPH = ppo(MODEL, replace(MODEL, head="value"))
 WORK = Workload(rows=512, prompt=1024, response=1024, minibatches=4)
 A100S = ClusterSpec.of("a100:4x8")

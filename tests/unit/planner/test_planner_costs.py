@@ -28,10 +28,8 @@ from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.model_sizes import Sizes
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.topology import RankGrid
+from tests.example_plans import LLAMA_7B as MODEL
 
-MODEL = ModelSpec(
-    family="llama", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, vocab=128256
-)
 SMALL = ModelSpec(family="llama", hidden=64, intermediate=96, layers=4, heads=4, kv_heads=4, head_dim=16, vocab=64)
 VALUE = replace(MODEL, head="value")
 GRAPH = ppo(MODEL, VALUE, MODEL, VALUE)

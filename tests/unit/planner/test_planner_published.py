@@ -10,7 +10,7 @@ from math import isfinite
 import pytest
 
 from benchmarks.dataflows import ppo
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.spec import PUBLISHED, ModelSpec
 from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.costs import Costs
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
@@ -18,35 +18,13 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 
-
-def llama_3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head: str = "lm") -> ModelSpec:
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": 128256,
-    }
-    return ModelSpec.from_hf_config(config, head)  # type: ignore[arg-type]
-
-
-LLAMA_7B, LLAMA_13B = (4096, 14336, 32, 32, 8), (5120, 13824, 40, 40, 40)
-LLAMA_34B, LLAMA_70B = (8192, 22016, 48, 64, 8), (8192, 28672, 80, 64, 8)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parameters"),
-    [(LLAMA_7B, 8_030_261_248), (LLAMA_13B, 14_001_525_760), (LLAMA_34B, 35_321_028_608), (LLAMA_70B, 70_553_706_496)],
-)
-def test_parameters_of_llama_3(sizes, parameters):
-    assert llama_3(*sizes).num_parameters == parameters
+LLAMA_7B, LLAMA_70B = PUBLISHED["llama3-7b"], PUBLISHED["llama3-70b"]
+CRITIC = replace(LLAMA_7B, head="value")
 
 
 def test_parameters_without_output_embedding():
-    assert replace(llama_3(*LLAMA_7B), tied=True).num_parameters == 7_504_924_672
-    assert llama_3(*LLAMA_7B, "value").num_parameters == 7_504_924_672 + 4096
+    assert replace(LLAMA_7B, tied=True).num_parameters == 7_504_924_672
+    assert CRITIC.num_parameters == 7_504_924_672 + 4096
 
 
 # ReaL (Mei et al., MLSys 2025): 70B actor and reference, 7B critic and reward, 16 nodes of 8 H100. Calls in the order
@@ -63,13 +41,7 @@ SEARCHED = ((4, 2, 16, 4), (8, 1, 16, 4), (8, 1, 16, 16), (8, 1, 16, 16), (4, 8,
 SEARCHED_SECONDS = (185.1, 5.6, 35.6, 5.6, 20.8, 108.0)
 HEURISTIC, HEURISTIC_SECONDS = ((4, 8, 4, 8),) * 6, (241.8, 12.6, 63.5, 12.5, 35.7, 163.4)
 H100S = ClusterSpec.of("h100:16x8")
-GRAPH = ppo(
-    llama_3(*LLAMA_70B),
-    llama_3(*LLAMA_7B, "value"),
-    llama_3(*LLAMA_70B),
-    llama_3(*LLAMA_7B, "value"),
-    log_probs=False,
-)
+GRAPH = ppo(LLAMA_70B, CRITIC, LLAMA_70B, CRITIC, log_probs=False)
 WORKLOAD = Workload(rows=4096, prompt=1024, response=1024, minibatches=8, sequence_parallel=False)  # as its code
 
 
@@ -149,7 +121,7 @@ def test_any_published_call_alone_keeps_the_plans_in_order():
 @pytest.mark.parametrize("colocated", [False, True])
 def test_two_way_generation_is_best_for_7b_trained_1_8_2(kv_heads, colocated):
     """HybridFlow, figure 15: the transition and generation on 16 A100, among t_g = 1, 2, 4, 8."""
-    model = replace(llama_3(*LLAMA_7B), kv_heads=kv_heads)
+    model = replace(LLAMA_7B, kv_heads=kv_heads)
     critic = replace(model, head="value")
     graph = ppo(model, critic, model, critic)
     simulator = Costs(ClusterSpec.of("a100:2x8"), graph, Workload(rows=1024, prompt=1024, response=1024, minibatches=8))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations_with_replacement, permutations, product
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,26 +14,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
+from hybridflow.placement import Placement
+from hybridflow.planner.cost.call_cost import cache_bytes
 from hybridflow.planner.cost.costs import Costs
+from hybridflow.planner.cost.hardware import DEFAULT
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, Pin, Together
-from hybridflow.planner.describe.mesh import (
-    Mesh,
-    Parallel,
-    meshes,
-    packings,
-    sizes,
-)
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel, meshes, packings, sizes
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.search.all_devices import best_pair, similarity, similarity_map
+from hybridflow.planner.search.all_devices import (
+    best_pair,
+    compared_with,
+    heuristic,
+    heuristic_map,
+    similarity,
+    similarity_map,
+    symmetric_plans,
+)
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import Evaluator, exact, mcmc, options_of, space_size
 from hybridflow.planner.search.planning import plan
-from hybridflow.planner.search.stages import undominated
 from tests.example_plans import (
     LARGE,
     LLAMA_7B,
     LLAMA_13B,
+    LLAMA_34B,
+    LLAMA_70B,
     SMALL,
     PlainCosts,
     cluster,
@@ -39,41 +47,15 @@ from tests.example_plans import (
     grpo_of,
     obeys,
     ppo_of,
-    stage_choices,
 )
+from tests.unit.planner.test_planner_mapping import by_force
+from tests.unit.planner.test_planner_published import GRAPH, H100S, HEURISTIC, WORKLOAD
 
 TOKENS = 2e5
 
 
 def problem_of(graph, spec, constraints: Sequence[Constraint] = (), tokens: float = TOKENS) -> Costs:
     return PlainCosts(graph, spec, tokens).keeping(*constraints)
-
-
-def assignments(groups: Sequence[str]):
-    """Every way to colocate, as the number of the set of each group: numbers appear in order."""
-    for numbers in product(range(len(groups)), repeat=len(groups)):
-        if all(number <= max(numbers[:i], default=-1) + 1 for i, number in enumerate(numbers)):
-            yield numbers
-
-
-def by_force(problem: Costs) -> float:
-    """Stage-wise cost of the best placement: every colocation, every allocation, every layout of every group."""
-    graph, spec, best = problem.graph, problem.cluster, np.inf
-    groups = graph.groups
-    for numbers in assignments(groups):
-        count = max(numbers) + 1
-        shares = combinations_with_replacement(sizes(spec), count)
-        for share in {order for found in shares for order in permutations(found)}:
-            if sum(share) > spec.size or (where := next(packings(spec, list(share)), None)) is None:
-                continue
-            sets = []
-            for number in range(count):
-                members = [group for group, own in zip(groups, numbers, strict=True) if own == number]
-                found = stage_choices(problem, members, where[number])
-                sets.append(list(found[undominated(found)]))  # beaten ones are left out for speed
-            for chosen in product(*sets):
-                best = min(best, sum(max(stage) for stage in zip(*chosen, strict=True)))
-    return best
 
 
 @pytest.mark.parametrize(
@@ -96,22 +78,6 @@ def test_auto_mapping_equals_brute_force(graph, nodes: int, count: int, memory: 
         taken = [device for mesh in found.sets.values() for device in mesh.devices]
         assert len(taken) == len(set(taken))
         assert {group for groups in found.sets for group in groups} == set(graph.groups)
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    st.sampled_from([SMALL, LARGE, LLAMA_7B]),
-    st.sampled_from([SMALL, LARGE, LLAMA_7B]),
-    st.integers(1, 4),
-    st.sampled_from([1e3, 1e5, 1e7]),
-    st.floats(0.05, 3),
-)
-def test_auto_mapping_equals_brute_force_whatever_the_memory(actor, reference, count, tokens, tightness):
-    graph = grpo_of(actor, reference)
-    memory = tightness * 20 * max(actor.num_parameters, reference.num_parameters)
-    problem = problem_of(graph, cluster(1, count, memory), tokens=tokens)
-    found = auto_map(problem)
-    assert (found.seconds if found else np.inf) == pytest.approx(by_force(problem), rel=1e-12)
 
 
 def test_exact_enumeration_tries_everything():
@@ -259,3 +225,103 @@ def test_updates_that_run_together_are_worth_layouts_of_their_own():
     auto = plan(graph, "a100:8x1", replace(work, time_sharing=True), per_call=False)
     assert auto.seconds <= shared_seconds  # the fastest without shared stages takes 18.2 s, this 17.9 s
     assert auto.calls["critic.update_critic"].sizes == auto.calls["actor.update_actor"].sizes
+
+
+WORK = Workload(rows=1024, prompt=1024, response=1024, minibatches=8)
+
+
+def test_the_heuristic_is_the_plan_of_reals_baseline():
+    found = heuristic_map(Costs(H100S, GRAPH, WORKLOAD, margin=DEFAULT.error))
+    assert found is not None
+    sizes = {call.name: found[call.name].parallel.sizes for call in GRAPH.calls if call.name in found}
+    assert set(sizes.values()) == {cut[:3] for cut in HEURISTIC}
+    assert len(sizes) == len(HEURISTIC)
+
+
+@given(
+    st.sampled_from(["a100:1x8", "a100:2x8", "a100:4x4", "h100:3x8"]),
+    st.sampled_from([LLAMA_7B, LLAMA_34B, SMALL]),
+    st.sampled_from([LLAMA_7B, SMALL]),
+    st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_the_heuristic_is_the_first_that_fits_and_the_symmetric_one_the_fastest(cluster, actor, critic, recompute):
+    """Against all (p, t) by hand."""
+    work = Workload(rows=256, prompt=512, response=512, recompute=recompute)
+    costs = Costs(ClusterSpec.of(cluster), ppo_of(actor, critic), work, margin=DEFAULT.error)
+    size, node = costs.cluster.size, costs.cluster.nodes[0].count
+    plain, expert, fastest = compared_with(costs)
+    every = symmetric_plans(costs)
+    good, first = dict[tuple[int, int], float](), list[tuple[int, int, int]]()
+    for t in (t for t in range(1, node + 1) if node % t == 0):
+        for p in (p for p in range(1, size // t + 1) if size // t % p == 0):
+            if any(m is not None and (p > m.layers or not m.divides(t)) for m in costs.graph.models.values()):  # type: ignore[union-attr]
+                continue
+            by_hand = {c.name: CallPlan(Mesh.of(0, size), Parallel(p, t, size // t // p)) for c in costs.calls}
+            if fits(costs, by_hand):
+                good[p, t] = costs.timeline(by_hand).per_iteration
+            if (p == 1 or t == node) and any(x.plan == by_hand and x.fits(costs.margin) for x in every):
+                first.append((waves(costs, by_hand), t, p))
+    if good:
+        assert fastest.seconds <= min(good.values()) * (1 + 1e-9)
+    if first:
+        assert (expert.tp, expert.pp) == min(first)[1:]
+        assert expert.seconds == pytest.approx(good[expert.pp, expert.tp])
+    if plain.seconds and expert.pp == 1:
+        assert plain.tp <= expert.tp
+
+
+def waves(costs: Costs, plan: ExecutionPlan) -> int:
+    """Times that the rows of a replica, 256 for each stage at most, fill what is left for their keys and values."""
+    (call,), work = (c for c in costs.calls if c.kind == "generation"), costs.workload
+    at = plan[call.name]
+    context = costs.context(call.group, at, call.kind)
+    assert context is not None
+    rows = min(-(-work.rows // at.parallel.d), 256 * at.parallel.p)
+    room = costs.kv_budget(call.name, at, max(costs.kept(plan)))
+    wanted = max(rows * work.under_way, min(rows, 8 * at.parallel.p) * work.longest)
+    return math.ceil(wanted * cache_bytes(context) / max(room, 1.0))
+
+
+def test_an_answer_says_how_much_faster_it_is(tmp_path: Path):
+    """34B actor, 7B critic: in the text, the explanation, the fields and the saved file."""
+    found = plan(ppo_of(LLAMA_34B, LLAMA_7B), "a100:4x8", WORK, per_call=False)
+    assert found.heuristic is not None
+    assert found.symmetric is not None
+    assert found.faster == {
+        "heuristic": found.heuristic.seconds / found.seconds - 1,
+        "symmetric": found.symmetric.seconds / found.seconds - 1,
+    }
+    over, best = found.faster["heuristic"], found.faster["symmetric"]
+    assert over is not None
+    assert best is not None
+    assert over >= best > 0
+    said = (
+        f"{over:.0%} faster than the heuristic (tp={found.heuristic.tp}, pp={found.heuristic.pp}), "
+        f"{best:.0%} faster than the best symmetric plan (tp={found.symmetric.tp}, pp={found.symmetric.pp})."
+    )
+    assert said in repr(found)
+    assert said in found.explain()
+    found.save(tmp_path / "plan.yaml")
+    loaded = Placement.load(tmp_path / "plan.yaml")
+    assert (loaded.heuristic, loaded.symmetric, loaded.faster) == (found.heuristic, found.symmetric, found.faster)
+
+
+def test_the_heuristic_can_be_asked_for():
+    found = plan(ppo_of(LLAMA_34B, LLAMA_7B), "a100:4x8", WORK, search="heuristic")
+    assert found.heuristic is not None
+    assert found.seconds == pytest.approx(found.heuristic.seconds)
+    assert found.faster["heuristic"] == pytest.approx(0)
+    assert found.found_by.startswith("heuristic")
+    assert {call.devices for call in found.calls.values()} == {tuple(range(32))}
+
+
+def test_where_no_symmetric_plan_can_be_it_says_so():
+    apart = plan(ppo_of(SMALL, SMALL), "a100:1x4", WORK, [Apart("actor", "critic")], per_call=False)
+    assert "No symmetric plan (all groups on all devices, cut alike): against Apart(actor, critic)." in repr(apart)
+    assert apart.faster == {"heuristic": None, "symmetric": None}
+    tight = Costs(ClusterSpec.of("a100:1x2"), ppo_of(LLAMA_70B, LLAMA_70B), WORK)
+    assert heuristic(tight, symmetric_plans(tight)) is None
+    assert [one.seconds for one in compared_with(tight)] == [0.0] * 3
+    none = compared_with(tight)[2]
+    assert none.memory > none.capacity

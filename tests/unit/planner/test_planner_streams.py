@@ -100,8 +100,7 @@ def run_of(problem: Costs, plan: ExecutionPlan, lengths: list[int], max_stalenes
 
 
 @pytest.mark.parametrize(
-    ("rows", "ratio", "train", "max_staleness"),
-    list(itertools.product((64, 512), (2.0, 12.0), (2, 4), (1, 2, 4))),
+    ("rows", "ratio", "train", "max_staleness"), list(itertools.product((64, 512), (2.0, 12.0), (2, 4), (1, 2, 4)))
 )
 def test_the_price_is_that_of_the_simulated_stream(rows: int, ratio: float, train: int, max_staleness: int):
     """`train` of 8 devices train; within 20 %."""

@@ -206,12 +206,7 @@ def test_simulated_iterations_lose_nothing_and_end(seed: int):
 
 def run(seed: int = 0, **given: Any) -> ElasticRun:
     wanted: dict[str, Any] = {"devices": 8, "rollout": 4, "actor": 4, "prompts": 16, "n": 4, "minibatches": 4}
-    wanted |= {
-        "speeds": SPEEDS,
-        "lengths": ResponseLengths(median=64, ratio=16.0),
-        "iterations": 3,
-        "seed": seed,
-    }
+    wanted |= {"speeds": SPEEDS, "lengths": ResponseLengths(median=64, ratio=16.0), "iterations": 3, "seed": seed}
     return ElasticRun(**(wanted | given))
 
 
