@@ -39,14 +39,14 @@ import hybridflow as hf
 from benchmarks.stream_runs import PROMPT, SEED, TEXT, Job, LongTailedRollout, make_policy
 from benchmarks.timelines import Bar, picture
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic import gain
-from hybridflow.planner.elastic.policies import static
+from hybridflow.planner.elastic import policies
+from hybridflow.planner.elastic.policies import gain, static
 from hybridflow.planner.elastic.simulation import ElasticRun, Measured, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds, Switch
 
 HOSTS = 4
 SIZES = (1, 2, 4)  # of the actor
-POLICIES: dict[str, Policy] = {"static": static, **gain.POLICIES, "forecast": gain.gain(history=False)}
+POLICIES: dict[str, Policy] = {"static": static, **policies.POLICIES, "forecast": gain(history=False)}
 
 
 class ElasticRollout(LongTailedRollout):
