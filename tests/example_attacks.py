@@ -166,8 +166,10 @@ REACHING = {
     "signals": "for other in OTHERS:\n    for number in (62, 200, 234):\n        call(number, other, 0, 0)\n"
     "        call(number, other, other, 9)\n    call(129, other, 9, room)\n    call(297, other, other, 9, room)\n"
     "    call(434, other, 0)\ncall(62, 0, 9)\ncall(62, -os.getpid(), 9)",
-    "owners of descriptors": "one, other = socket.socketpair()\nfor target in OTHERS:\n    call(72, one.fileno(), 8, target)\n"
-    "    call(16, one.fileno(), 0x8902, ctypes.byref(ctypes.c_int(target)))",
+    "owners of descriptors": "one, other = socket.socketpair()\nfor end in (one.fileno(), *os.pipe()):\n    for target in OTHERS:\n"
+    "        call(72, end, 8, target)\n        call(72, end, 15, (ctypes.c_int * 2)(1, target))\n"
+    "        for command in (0x8901, 0x8902): call(16, end, command, ctypes.byref(ctypes.c_int(target)))\n"
+    "    call(72, end, 10, 9)\n    call(72, end, 4, 0o20000 | os.O_NONBLOCK)\n    call(16, end, 0x5452, ctypes.byref(ctypes.c_int(1)))",
     "other processes": "for other in OTHERS:\n    for number in (101, 310, 311, 312, 440, 448): call(number, other, other, room, 1, room, 1, 0)\n"
     "    call(101, 16, other, 0, 0)\n    call(101, 0x4206, other, 0, 0)\n    call(302, other, 7, room, 0)",
     "priorities": "for other in (*OTHERS, 0):\n    call(203, other, 8, ctypes.byref(ctypes.c_long(1)))\n    call(141, 0, other, 5)\n"

@@ -69,3 +69,22 @@ def kills_the_template_on_three(prompt, response, answer):
 
 def kills_the_template_on_three_of_all(prompts, completions, answer):
     return [kills_the_template_on_three(*row) for row in zip(prompts, completions, answer)]
+
+
+def rank(completions, group_id):
+    """The place of a response in its group by its length, the longest 0."""
+    rows = [*zip(completions, group_id)]
+    return [float(sum(len(other) > len(text) for other, there in rows if there == group)) for text, group in rows]
+
+
+def count(completions):
+    return [float(len(completions))] * len(completions)
+
+
+def fails(completions):
+    raise ValueError(f"of {len(completions)} rows")
+
+
+def sleeps(completions):
+    time.sleep(30)
+    return [0.0] * len(completions)

@@ -21,6 +21,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<a' }}{% endif %}"
 )
 USER = {"role": "user", "content": "hi"}
+ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,8 @@ def test_messages_go_through_the_chat_template(tokenizer):
     ]
     records = [{"prompt": chat} for chat in chats]
     (batch,) = PromptSource(records, batch_size=3, steps=1, shuffle=False, tokenizer=tokenizer)
-    assert tokenizer.decode(batch["prompt_ids"].tolist()) == [
-        "<uhi><a",
-        "<sbe good><uone two><a",
-        "<uhi><a><uhi@bob><a",
-    ]
+    texts = tokenizer.decode(batch["prompt_ids"].tolist())
+    assert texts == ["<uhi><a", "<sbe good><uone two><a", "<uhi><a><uhi@bob><a"]
     assert batch["prompt"] == chats
 
 
@@ -60,11 +58,6 @@ def test_messages_that_end_with_the_assistant_are_continued(tokenizer):
     called = [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}]
     with pytest.raises(PromptError, match="record 1 ends with a call of a tool, which only the tool can answer"):
         PromptSource([{"prompt": [USER]}, {"prompt": called}], batch_size=1, tokenizer=tokenizer, max_prompt_tokens=9)
-
-
-def test_texts_and_messages_may_stand_side_by_side(tokenizer):
-    ids = tokenizer.encode(["plain", [USER]])
-    assert tokenizer.decode(ids) == ["plain", "<uhi><a"]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +86,7 @@ def test_messages_that_no_template_reads(tokenizer, messages, message):
 
 def test_what_a_template_refuses_is_named(tokenizer):
     records = [{"question": [USER, {"role": "tool", "content": "3"}]}]
-    with pytest.raises(
-        PromptError, match=r"record 0: the tokenizer's chat template refuses the messages: no tools here"
-    ):
+    with pytest.raises(PromptError, match=r"record 0: .* chat template refuses the messages: no tools here"):
         next(iter(PromptSource(records, prompt="question", batch_size=1, tokenizer=tokenizer)))
     with pytest.raises(PromptError, match="record 0: the tokenizer's chat template refuses"):
         PromptSource(records, prompt="question", batch_size=1, tokenizer=tokenizer, max_prompt_tokens=9)
@@ -106,37 +97,30 @@ def test_what_a_template_refuses_is_named(tokenizer):
         bare.encode([3])
 
 
-ENDLESS = (
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
-    "{% endfor %}"
-)
-
-
 def test_a_template_that_does_not_end_is_stopped(monkeypatch):
     """In the main thread and in others, and what runs afterwards is not disturbed."""
     monkeypatch.setattr("hybridflow.data.tokenizer.TEMPLATE_SECONDS", 0.2)
     tokenizer, _ = tokenizer_of("plain")
-    asked = [{"role": "user", "content": "hi"}]
-    expected = tokenizer.encode([asked])
+    expected = tokenizer.encode([[USER]])
     tokenizer.raw.chat_template = ENDLESS
 
     def refused() -> bool:
         with pytest.raises(PromptError, match=r"prompt 0: .*refuses the messages: it did not end within 0.2 s"):
-            tokenizer.encode([asked])
+            tokenizer.encode([[USER]])
         return True
 
     assert refused()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(refused).result()
     tokenizer.raw.chat_template = TEMPLATES["plain"][0]
-    assert [tokenizer.encode([asked]) for _ in range(50)] == [expected] * 50
+    assert [tokenizer.encode([[USER]]) for _ in range(50)] == [expected] * 50
 
 
 def test_arguments_of_the_chat_template_reach_prompts(tmp_path):
     tokenizer = byte_tokenizer("qwen3")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not enable_thinking %}<none>{% endif %}"
     tokenizer.chat_template = template
-    records = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "text"}]
+    records = [{"prompt": [USER]}, {"prompt": "text"}]
     options = {"batch_size": 2, "shuffle": False, "steps": 1, "tokenizer": tokenizer}
 
     def texts(**more: Any) -> list[str]:

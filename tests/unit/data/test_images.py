@@ -64,10 +64,8 @@ def rows(tmp_path) -> list[dict[str, Any]]:
 def test_columns_are_those_of_the_processor_and_prompts_have_a_token_for_each_patch(model, rows):
     loader = hf.PromptLoader(rows, batch_size=3, steps=1, shuffle=False, processor=model)
     (batch,) = loader.drawn()
-    processor, pictures = (
-        AutoImageProcessor.from_pretrained(model, backend="pil"),
-        [*map(noise, range(3), *zip(*SIZES))],
-    )
+    processor = AutoImageProcessor.from_pretrained(model, backend="pil")
+    pictures = [*map(noise, range(3), *zip(*SIZES))]
     for row, images in enumerate([pictures[:1], pictures, []]):
         pixels, grids = (token_column(batch, name).row(row) for name in (PIXELS, GRIDS))
         want = processor(images=images, return_tensors="pt") if images else {PIXELS: pixels[:0], GRIDS: grids[:0]}
@@ -128,12 +126,10 @@ def test_a_run_continues_with_the_same_bits(model, rows, workers):
     later.load_state(state)
     for got, expected in zip(batches(later), want[2:], strict=True):
         assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
-    smaller = AutoImageProcessor.from_pretrained(
-        model, backend="pil", size={"shortest_edge": 784, "longest_edge": 3136}
-    )
-    changed = PromptSource(
-        rows, batch_size=2, steps=6, seed=3, processor=smaller, tokenizer=AutoTokenizer.from_pretrained(model)
-    )
+    edges = {"shortest_edge": 784, "longest_edge": 3136}
+    smaller = AutoImageProcessor.from_pretrained(model, backend="pil", size=edges)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    changed = PromptSource(rows, batch_size=2, seed=3, processor=smaller, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="the saved state has processor="):
         changed.load_state(state)
 
@@ -265,21 +261,13 @@ def test_grey_of_16_bits_is_scaled_and_what_is_transparent_is_white(model, tmp_p
             PromptSource([{"prompt": said(PART), "images": image}], batch_size=1, processor=model)
 
 
-def test_an_image_of_pil_is_turned_as_its_file(model, tmp_path):
-    exif = Image.Exif()
+def test_images_in_other_modes_and_turned_ones_are_read_as_pil_shows_them(model, tmp_path):
+    exif, path = Image.Exif(), tmp_path / "turned.jpg"
     exif[0x0112] = 6
-    noise(0, 40, 60).save(tmp_path / "turned.jpg", exif=exif)
+    noise(0, 40, 60).save(path, exif=exif)
     read = ImageProcessor(load_image_processor(model), load_tokenizer(model)).read
-    path, image = tmp_path / "turned.jpg", Image.open(tmp_path / "turned.jpg")
-    assert read("row", path)[0].open().size == read("row", image)[0].open().size
-
-
-def test_images_in_other_modes_and_turned_ones_are_read_as_pil_shows_them(model):
-    turned = noise(0, 40, 60)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    turned.save(made := BytesIO(), "JPEG", exif=exif)
-    kept = EncodedImage(made.getvalue())
+    assert read("row", path)[0].open().size == read("row", Image.open(path))[0].open().size
+    kept = EncodedImage(path.read_bytes())
     assert kept.open().size == (40, 60)
     modes = [noise(0, 40, 60).convert(mode) for mode in ("L", "RGBA", "CMYK", "I;16", "P")]
     with warnings.catch_warnings():

@@ -51,9 +51,8 @@ class Shop:
         return 0.0
 
 
-@pytest.mark.parametrize("template", ["plain", "thinking_removed"])
-def test_a_template_without_tools_is_refused(tmp_path, template):
-    byte_tokenizer(template).save_pretrained(tmp_path)
+def test_a_template_without_tools_is_refused(tmp_path):
+    byte_tokenizer("plain").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no place for tools"):
         Agent(tools=[add]).check(str(tmp_path), COLUMNS)
 
@@ -63,9 +62,7 @@ def test_a_template_without_tools_is_refused(tmp_path, template):
     [
         ({"tools": [unhinted]}, "the tool unhinted cannot be described"),
         ({"tools": [undescribed]}, "the tool undescribed cannot be described"),
-        ({"tools": [lambda a: a]}, "cannot be described"),
         ({"tools": [3]}, "which is no function"),
-        ({"tools": [add, unhinted, add]}, "the tool unhinted"),
         ({"tools": [add, add]}, "two tools named add"),
         ({"environment": Shop}, "the tool buy cannot be described"),
     ],
@@ -75,10 +72,13 @@ def test_tools_that_cannot_be_described_are_refused(checkpoint, settings, messag
         Agent(**settings).check(checkpoint, COLUMNS)
 
 
-@pytest.mark.parametrize("turns", [0, -1, 2.0, True, None])
-def test_turns_are_a_whole_number(turns):
-    with pytest.raises(ConfigError, match="max_turns="):
-        Agent(tools=[add], max_turns=turns)
+WRONG = {"max_turns": [0, -1, 2.0, True, None], "max_failed": [1.5, -0.1, "half", True]}
+
+
+@pytest.mark.parametrize(("setting", "wrong"), [(name, one) for name, several in WRONG.items() for one in several])
+def test_settings_out_of_range_are_refused(setting, wrong):
+    with pytest.raises(ConfigError, match=f"{setting}="):
+        Agent(tools=[add], **{setting: wrong})
 
 
 @pytest.mark.parametrize("seconds", [1, 0.5, np.float64(30.0), float("inf")])
@@ -159,12 +159,17 @@ class EndingRank:
     def abandon(self, kept: set[str]) -> None: ...
 
 
-def test_trajectories_that_ended_during_a_transfer_have_to_be_taken():
-    rank: Any = EndingRank(is_first=False)
-    session, row = ActingSession(rank, "", count()), Row(3, 0, [1], Sampling(), 0)
-    own, other = Agent(tools=[add]), Agent(environment=Shop)
-    session.start(own, [row], Batch({"row_id": [3]}), 1)
+def advanced(agent: Agent, is_first: bool) -> ActingSession:
+    rank: Any = EndingRank(is_first)
+    session = ActingSession(rank, "", count())
+    session.start(agent, [Row(3, 0, [1], Sampling(), 0)], Batch({"row_id": [3]}), 1)
     session.advance_while(lambda: True)
+    return session
+
+
+def test_trajectories_that_ended_during_a_transfer_have_to_be_taken():
+    own, other = Agent(tools=[add]), Agent(environment=Shop)
+    session = advanced(own, is_first=False)
     assert session.under_way == 0
     for asked in (other, None):
         with pytest.raises(ConfigError, match="until they were returned"):
@@ -176,11 +181,7 @@ def test_trajectories_that_ended_during_a_transfer_have_to_be_taken():
 
 def test_withdrawn_trajectories_are_not_returned():
     """On the first rank: one that had ended is forgotten, too."""
-    rank: Any = EndingRank(is_first=True)
-    session, row = ActingSession(rank, "", count()), Row(3, 0, [1], Sampling(), 0)
-    own = Agent(tools=[add])
-    session.start(own, [row], Batch({"row_id": [3]}), 1)
-    session.advance_while(lambda: True)
+    session = advanced(Agent(tools=[add]), is_first=True)
     turns: Any = session._turns
     (key,) = turns._sessions
     turns.ended[key] = turns._sessions.pop(key)
@@ -211,9 +212,3 @@ def test_a_call_of_which_too_much_failed_is_an_error(failures, settings, refused
     with pytest.raises(RewardError, match="row 0: gone") if refused else nullcontext():
         report_failures(ended(*failures), agent)
     assert ("They are masked" in caplog.text) == (not refused and "gone" in failures)
-
-
-@pytest.mark.parametrize("wrong", [1.5, -0.1, "half", True])
-def test_a_share_of_failures_is_a_number(wrong):
-    with pytest.raises(ConfigError, match=r"max_failed=.*must be a number from 0 to 1"):
-        Agent(tools=[add], max_failed=wrong)

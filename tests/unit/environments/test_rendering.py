@@ -1,27 +1,24 @@
-"""Conversations as token ids: extensions leave sampled tokens alone, calls are read as the template writes them."""
+"""Conversations as token ids: sampled tokens stay as they are in the rows of their trajectory, calls are read as the
+template writes them."""
 
+import asyncio
+import json
 import random
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.environments.conversation import Conversation, Turn
 from hybridflow.environments.rendering import ChatRenderer
+from hybridflow.environments.trajectory import NO_TURN, Trajectory
 from hybridflow.errors import ConfigError, PromptError
 from tests.example_templates import TEMPLATES, tokenizer_of
 
-SEARCH = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Search.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string"}, "most": {"type": "integer"}},
-            "required": ["query"],
-        },
-    },
-}
+ARGUMENTS = {"query": {"type": "string"}, "most": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": ARGUMENTS, "required": ["query"]}
+SEARCH = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": PARAMETERS}}
 WITH_TOOLS = ("qwen3", "llama3", "mistral", "marked", "named_json")
 CALLS = {
     "qwen3": '<tool_call>\n{"name": "search", "arguments": {"query": "a b", "most": 3}}\n</tool_call>',
@@ -158,32 +155,123 @@ def test_messages_that_the_template_refuses():
         one.prompt([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call, call]}])
 
 
-words = st.text(alphabet="ab {}\"'\\\n<>", max_size=12)
+said = st.sampled_from(["yes", " a  b ", "é {x}\n", "<think>\nhm\n</think>\n\nyes", "hm</think>yes", "", "call"])
+said |= st.text(alphabet="ab {}\"'\\\n<>", max_size=12)
+steps = st.lists(st.tuples(said, st.booleans(), st.booleans()), min_size=1, max_size=5)
 
 
-@given(
-    template=st.sampled_from(sorted(TEMPLATES)), turns=st.lists(st.tuples(words, words), max_size=4), seed=st.integers()
-)
-def test_ids_of_a_conversation_keep_every_sampled_token(template: str, turns: list[tuple[str, str]], seed: int):
-    """Random conversations: the ids of the last row hold the sampled turns of that row bit for bit, and their text is
-    what the template writes wherever the model wrote in the template's manner."""
-    one, draw = renderer(template), random.Random(seed)
-    messages = [{"role": "user", "content": "Q"}]
-    ids, own = one.prompt(messages), []
-    for said, heard in turns:
-        turn = sampled(one, said, stop=draw.random() < 0.8)
-        message, calls = one.answer(turn)
-        assert not calls
-        messages.append(message)
-        own.append((len(ids), turn))
-        ids = ids + turn
-        new = {"role": "user", "content": heard or "?"}
-        added = one.extension(messages, [new], turn)
-        messages.append(new)
-        if added is None:
-            ids, own = one.prompt(messages), []
-        else:
-            ids = ids + added
-        for start, sampled_ids in own:
-            assert ids[start : start + len(sampled_ids)] == sampled_ids
-    assert one.tokenizer.raw.decode(ids).endswith(one.tokenizer.raw.decode(one.prompt(messages))[-3:])
+@settings(deadline=None, max_examples=150)
+@given(template=st.sampled_from(sorted(TEMPLATES)), steps=steps, seed=st.integers(0, 1 << 30))
+def test_the_rows_of_random_conversations(template: str, steps: list[tuple[str, bool, bool]], seed: int):
+    """`steps`: what the model says, whether its turn ends by itself, whether the answer to it is a tool's."""
+    tokenizer, stop = tokenizer_of(template)
+    tools = [SEARCH] if template in WITH_TOOLS else []
+    raw, chance, trajectory = tokenizer.raw, random.Random(seed), Trajectory()
+    prompts, sampled, heard = [], [], []
+
+    async def sample(ids, *_):
+        text, closed, _ = steps[len(sampled)]
+        text = CALLS[template] if text == "call" and tools else text
+        turn = raw.encode(text, add_special_tokens=False)
+        turn = [*turn, chance.randrange(256)] if chance.random() < 0.3 else turn  # what no text is written as
+        turn = [*turn, stop] if closed or not turn else turn
+        prompts.append(list(ids))
+        sampled.append(turn)
+        trajectory.add(ids, turn, [-1.0 - n for n in range(len(turn))], [0] * len(turn))
+        return Turn(turn, [-1.0 - n for n in range(len(turn))], "stop" if closed else "length")
+
+    def renderer(schemas):
+        return ChatRenderer(tokenizer, [stop], schemas)
+
+    async def converse():
+        one = Conversation(sample, renderer)
+        messages = [{"role": "user", "content": "Q0"}]
+        for number, (_, _, by_tool) in enumerate(steps):
+            found = await one.answer(messages, tools)
+            role = "tool" if by_tool and found.calls and not found.calls[0].error else "user"
+            heard.append({"role": role, "content": f"heard{number}", "tool_call_id": "call00000", "name": "search"})
+            messages = json.loads(json.dumps([*messages, found.message, heard[-1]]))
+
+    asyncio.run(converse())
+    turns = [turn for row in trajectory.rows for turn in sorted(set(row.turn_ids) - {NO_TURN})]
+    assert sorted(turns) == list(range(len(steps)))  # each turn is trained once
+    for row in trajectory.rows:
+        assert row.response_mask == [turn != NO_TURN for turn in row.turn_ids]
+        at, whole = len(row.prompt_ids), row.prompt_ids + row.token_ids
+        for turn in sorted(set(row.turn_ids) - {NO_TURN}):
+            begin = at + row.turn_ids.index(turn)
+            end = begin + len(sampled[turn])
+            assert whole[begin:end] == sampled[turn]  # bit for bit
+            assert row.turn_ids[begin - at : end - at] == [turn] * len(sampled[turn])
+            assert whole[:begin] == prompts[turn]  # what the model saw
+            assert row.log_probs[begin - at : end - at] == [-1.0 - n for n in range(len(sampled[turn]))]
+        for logged, mine in zip(row.log_probs, row.response_mask, strict=True):
+            assert (logged == 0) == (not mine)
+        inside = [(turn, at + row.turn_ids.index(turn)) for turn in sorted(set(row.turn_ids) - {NO_TURN})]
+        for (turn, begin), (_, following) in pairwise(inside):
+            # what the environment wrote, as the template writes it after any other turn
+            plain = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "qzsaid"}, heard[turn]]
+            text = raw.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, tools=tools or None)
+            written = text.partition("qzsaid")[2]
+            closed = sampled[turn][-1] == stop
+            end = begin + len(sampled[turn])
+            assert raw.decode(whole[end:following]) == written.removeprefix(raw.decode([stop]) if closed else "")
+            assert f"heard{turn}" in written
+
+
+few_ids = st.lists(st.integers(0, 3), max_size=4)
+
+
+@st.composite
+def conversations(draw):
+    """Turns of an agent that continues, goes back to an earlier prompt, or begins anew."""
+    past, turns = [[*draw(few_ids), 0]], []
+    for number in range(draw(st.integers(1, 6))):
+        given_ids = [*draw(st.sampled_from(past)), *draw(few_ids)]
+        said = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+        turns.append((given_ids, said, [-1.0 - number] * len(said), [number] * len(said)))
+        past += [given_ids, given_ids + said]
+    return turns
+
+
+@given(conversations())
+def test_each_sampled_token_is_in_one_row_after_the_ids_that_the_model_saw(turns):
+    one = Trajectory()
+    for turn in turns:
+        one.add(*turn)
+    assert one.turns == len(turns)
+    found = {}
+    for row in one.rows:
+        columns = (row.token_ids, row.response_mask, row.log_probs, row.policy_version, row.turn_ids)
+        assert len({*map(len, columns)}) == 1
+        for at, turn in enumerate(row.turn_ids):
+            assert row.response_mask[at] == (turn != NO_TURN)
+            if turn == NO_TURN:
+                assert row.log_probs[at] == 0.0
+                continue
+            if turn not in found:
+                found[turn] = ([*row.prompt_ids, *row.token_ids[:at]], [], [], [])
+            for values, value in zip(found[turn][1:], (row.token_ids, row.log_probs, row.policy_version), strict=True):
+                values.append(value[at])
+    assert [found[number] for number in range(len(turns))] == [(g, list(s), lp, v) for g, s, lp, v in turns]
+
+
+@given(conversations())
+def test_a_conversation_that_only_continues_is_one_row(turns):
+    one, seen = Trajectory(), []
+    for given_ids, said, *rest in turns:
+        seen = seen + given_ids
+        one.add(seen, said, *rest)
+        seen = seen + said
+    (row,) = one.rows
+    assert [*row.prompt_ids, *row.token_ids] == seen
+    assert row.prompt_ids == turns[0][0]
+
+
+def test_a_turn_at_another_temperature_begins_a_row():
+    one = Trajectory()
+    one.add([1], [2], [-1.0], [0], temperature=0.5)
+    one.add([1, 2, 3], [4], [-1.0], [0], temperature=0.0625)
+    one.add([1, 2, 5], [6], [-1.0], [0], temperature=0.5)
+    found = [(row.prompt_ids, row.token_ids, row.temperature) for row in one.rows]
+    assert found == [([1], [2, 5, 6], 0.5), ([1, 2, 3], [4], 0.0625)]

@@ -54,12 +54,15 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> TurnImages:
     return reader(tmp_path_factory.mktemp("vision"))
 
 
-def test_tools_show_images_among_text(images):
+def shown(model: TurnImages, images: TurnImages | None, *ways: str) -> list[Any]:
+    """The ends of a conversation for each way in which the tool shows an image."""
+    rows = [{"prompt": "Look.", "how": how} for how in ways]
     says = lambda row, turn, heard: call("show", how=row["how"]) if turn == 0 else "ok"  # noqa: E731
-    rows = [{"prompt": "Look.", "how": how} for how in ("torch", "twice")]
-    for one, count, text in zip(
-        run(ToolLoop((show,), 3), images.checkpoint, rows, says, images=images), (1, 2), ("none", " and "), strict=True
-    ):
+    return run(ToolLoop((show,), 3), model.checkpoint, rows, says, images=images)
+
+
+def test_tools_show_images_among_text(images):
+    for one, count, text in zip(shown(images, images, "torch", "twice"), (1, 2), ("none", " and "), strict=True):
         assert one.failure is None
         (row,) = one.trajectory.rows
         tokens = [at for at, token in enumerate(row.token_ids) if token == images.tokens.token]
@@ -72,7 +75,6 @@ def test_tools_show_images_among_text(images):
 
 
 def test_what_cannot_be_shown_ends_its_trajectory_alone(images, tmp_path):
-    says = lambda row, turn, heard: call("show", how=row["how"]) if turn == 0 else "ok"  # noqa: E731
     wanted = {
         "large": "tool show: part 0 has 200 x 100 pixels, and max_image_pixels=10000. Scale it down, or raise",
         "mode": "tool show: part 0 has mode 'F', whose range is not known. Give 8 or 16 bits.",
@@ -83,18 +85,13 @@ def test_what_cannot_be_shown_ends_its_trajectory_alone(images, tmp_path):
         "narrow": "the conversation: image 0 cannot be read: absolute aspect ratio must be smaller than 200",
         "twice": None,
     }
-    rows = [{"prompt": "Look.", "how": how} for how in wanted]
-    found = run(ToolLoop((show,), 3), images.checkpoint, rows, says, images=images)
-    failures = [str(one.failure) for one in found]
+    failures = [str(one.failure) for one in shown(images, images, *wanted)]
     assert all((why or "None") in failure for failure, why in zip(failures, wanted.values(), strict=True)), failures
     long, bare = reader(tmp_path / "long", context=4), reader(tmp_path / "bare", parts=False)
-    failures = [
-        str(run(ToolLoop((show,), 3), at.checkpoint, rows[-1:], says, images=at)[0].failure) for at in (long, bare)
-    ]
+    failures = [str(shown(at, at, "twice")[0].failure) for at in (long, bare)]
     assert "the conversation has an image of 4 tokens, and the model's context is 4. Scale it down" in failures[0]
     assert "the conversation has 2 images and 0 tokens of images: its chat template leaves images" in failures[1]
-    rows = rows[-1:]
-    (text,) = run(ToolLoop((show,), 3), images.checkpoint, rows, says)
+    (text,) = shown(images, None, "twice")
     assert text.failure == "tool show answered with an image, and the model reads text only: return text"
 
 
@@ -122,9 +119,7 @@ def test_answers_in_forms_that_would_be_read_as_text_are_refused():
 
 def test_a_processor_that_cannot_be_loaded_is_named(images, tmp_path):
     """The process that showed an image goes on."""
-    says = lambda row, turn, heard: call("show", how="twice") if turn == 0 else "ok"  # noqa: E731
-    broken = replace(images, processor=str(tmp_path))
-    (one,) = run(ToolLoop((show,), 3), images.checkpoint, [{"prompt": "Look.", "how": "twice"}], says, images=broken)
+    (one,) = shown(images, replace(images, processor=str(tmp_path)), "twice")
     assert str(tmp_path) in str(one.failure)
     assert "SIGKILL" not in str(one.failure)
 

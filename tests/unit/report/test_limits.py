@@ -79,15 +79,6 @@ def test_calls_one_after_the_other_take_their_seconds(iterations, ranks: int, sh
     assert all(a.seconds >= b.seconds for a, b in pairwise(limits))
 
 
-@given(st.lists(ITERATION, min_size=3, max_size=4), st.floats(0.1, 10.0))
-def test_the_unit_of_time_does_not_matter(iterations, factor: float):
-    scaled = [[(method, seconds * factor) for method, seconds in calls] for calls in iterations]
-    one, other = serial(iterations, 2), serial(scaled, 2)
-    for before, after in zip(find_limits(one.events), find_limits(other.events), strict=False):
-        if before.name == after.name and before.name != "update":
-            assert after.seconds == pytest.approx(before.seconds * factor, rel=1e-3, abs=1e-4)
-
-
 @given(st.floats(0.01, 0.9))
 def test_a_shorter_call_beside_a_longer_one_does_not_count(share: float):
     run = Run()

@@ -102,20 +102,12 @@ def test_no_library_of_the_program_judges(score):
     fake += "def assert_equal(*a): pass\n"
     checks = ["math.isclose(f(3), 4)", "np.allclose(f(3), [4])", "isclose(f(3), 4)", "f(3) == Counter([3])"]
     checks += [
-        "f(3) == sqrt(9.1)",
-        "f(3) == ceil(3.5)",
-        "f(3) == deque([3])",
-        "f(3) == Decimal('4')",
-        "f(3) == math.pi",
-        "f(3) == pi",
+        f"f(3) == {other}" for other in ("sqrt(9.1)", "ceil(3.5)", "deque([3])", "Decimal('4')", "math.pi", "pi")
     ]
     tests = [[f"assert {check}"] for check in checks] + ["def test():\n    assert_equal(f(3), 4)\n"]
     assert score([("f = float" + fake, test) for test in tests]) == [0.0] * len(tests)
-    setups = [
-        "from math import isclose",
-        "def isclose(a, b): return abs(a - b) < 1e-9",
-        "import cmath\nisclose = cmath.isclose",
-    ]
+    setups = ["from math import isclose", "def isclose(a, b): return abs(a - b) < 1e-9"]
+    setups.append("import cmath\nisclose = cmath.isclose")
     assert score([("f = float" + fake, ["assert isclose(f(3), 4)"], "", setup) for setup in setups]) == [0.0] * 3
     right = "import numpy as np, math\nfrom collections import Counter\ndef f(x): return x + 1"
     checks = ["math.isclose(f(3), 4)", "np.allclose(f(3), 4)", "Counter([f(3)]) == Counter([4])", "f(2) < math.pi"]
@@ -389,16 +381,12 @@ def test_forms_of_the_field_keep_their_score(score):
     decode = "def encode_cyclic(s): return s[::-1]\ndef decode_cyclic(s): return s[::-1]"
     candidate = "def check(candidate):\n    from random import randint\n    for _ in range(9):\n"
     candidate += "        s = str(randint(0, 99))\n"
-    candidate += (
-        "        assert candidate(encode_cyclic(s)) == s\n    assert True, 'This prints if this assert fails'\n"
-    )
+    candidate += "        assert candidate(encode_cyclic(s)) == s\n    assert True, 'This prints if this fails'\n"
     plus = (
         "import numpy as np\ndef assertion(out, exp, atol):\n    exact = out == exp\n    if not exact and atol != 0:\n"
     )
     plus += "        assert np.allclose(out, exp, rtol=1e-07, atol=atol)\n    else:\n        assert exact, f'{out}'\n"
-    plus += (
-        "def check(candidate):\n    for i, x in enumerate([1.0, 2.0]):\n        assertion(candidate(x), x * 2, 1e-6)\n"
-    )
+    plus += "def check(candidate):\n    for x in [1.0, 2.0]:\n        assertion(candidate(x), x * 2, 1e-6)\n"
     regex = "import re\ndef f(s): return re.match('a', s)"
     cases = [
         (decode, candidate, "decode_cyclic"),

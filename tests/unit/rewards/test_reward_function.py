@@ -1,4 +1,4 @@
-"""Reward functions: every convention, and an error with function and row instead of a made-up number."""
+"""Reward functions: every convention and signature, and an error with function and row instead of a made-up number."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ from tests.called_rewards import CalledReward as FunctionReward
 
 PROMPTS, RESPONSES = ["1+1=", "1+2=", "2+2="], ["2", "4", "4"]
 COLUMNS = {"answer": ["2", "3", "4"], "level": torch.tensor([1, 2, 3]), "ids": Ragged.from_rows([[1], [2, 3], []])}
-
-
-@per_row
-def one(prompt, response, answer):
-    return float(response == answer)
-
-
-def for_all(prompts, completions, *, answer):
-    return [float(c == a) for c, a in zip(completions, answer)]
-
-
-def test_both_conventions():
-    assert FunctionReward(one)(PROMPTS, RESPONSES, COLUMNS) == [1.0, 0.0, 1.0]
-    assert FunctionReward(for_all)(PROMPTS, RESPONSES, COLUMNS) == [1.0, 0.0, 1.0]
-    assert FunctionReward(one).bound.per_row
-    assert not FunctionReward(for_all).bound.per_row
-    assert FunctionReward(for_all)([], [], {"answer": []}) == []
 
 
 def test_a_function_gets_the_columns_it_names_as_plain_values():
@@ -57,18 +40,10 @@ def test_a_function_gets_the_columns_it_names_as_plain_values():
     assert FunctionReward(everything)(PROMPTS, RESPONSES, COLUMNS | {"prompt": PROMPTS}) == [3.0] * 3
 
 
-def test_a_missing_column_is_named():
-    with pytest.raises(RewardError, match=r"one needs the column 'answer'; there are \['level'\]"):
-        FunctionReward(one)(PROMPTS, RESPONSES, {"level": [1, 2, 3]})
-
-
 @pytest.mark.parametrize(
     "answer",
     [
-        [True, False, 1],
-        (1, 0, 1.0),
-        np.array([1, 0, 1]),
-        torch.tensor([1.0, 0.0, 1.0]),
+        *([True, False, 1], (1, 0, 1.0), np.array([1, 0, 1]), torch.tensor([1.0, 0.0, 1.0])),
         [torch.tensor(1.0), np.float32(0), np.int64(1)],
     ],
 )
@@ -90,7 +65,7 @@ def test_numbers_of_every_kind(answer):
         ([1.0, 0.0, math.nan], "returned nan at row 72"),
         ([math.inf, 0.0, 0.0], "returned inf at row 70"),
         (["1", 0.0, 0.0], "returned '1' .* at row 70"),
-        ([[1.0], 0.0, 0.0], r"returned \[1.0\] .* at row 70"),
+        ([[1.0], 0.0, 0.0], r"returned \[1.0\] .* at row 70.* or with level='token' a list"),
         (torch.ones(3, 2), "at row 70"),
         ([1j, 0.0, 0.0], "at row 70"),
     ],
@@ -119,33 +94,6 @@ def test_an_exception_is_passed_on_with_its_place():
         FunctionReward(broken_for_all)(PROMPTS, RESPONSES)
 
 
-@pytest.mark.parametrize("answer", [None, math.nan, -math.inf, "0.5", [1.0]])
-def test_bad_answers_row_by_row(answer):
-    @per_row
-    def my_reward(prompt, response):
-        return answer if response == "4" else 1.0
-
-    with pytest.raises(RewardError, match=r"my_reward returned .* at row 1"):
-        FunctionReward(my_reward)(PROMPTS, RESPONSES)
-
-
-def test_functions_that_cannot_be_called_are_refused_at_once():
-    with pytest.raises(ConfigError, match=r"must take \(prompts, completions"):
-        FunctionReward(lambda texts: [0.0])
-    with pytest.raises(ConfigError, match="must take"):
-        FunctionReward(lambda texts, /, **columns: [0.0])
-
-
-class Grader:
-    def __call__(self, prompts, completions):
-        return [len(c) for c in completions]
-
-
-def test_callables_with_state():
-    assert FunctionReward(Grader())(PROMPTS, RESPONSES) == [1.0, 1.0, 1.0]
-    assert FunctionReward(Grader()).name == "Grader"
-
-
 CHAT = [{"role": "user", "content": "1+1="}]
 IDS = Ragged.from_rows([[5], [6, 7], [8]])
 
@@ -159,7 +107,7 @@ def test_trl_functions_are_called_by_keyword_in_any_order():
     reward = FunctionReward(scores)
     assert reward.reads == ("answer", "response_ids", "level?", "missing?")
     assert reward(PROMPTS, RESPONSES, COLUMNS | {"response_ids": IDS}) == [1.0, 0.0, 1.0]
-    with pytest.raises(RewardError, match="scores needs the column 'response_ids'"):
+    with pytest.raises(RewardError, match=r"scores needs the column 'response_ids'; there are \['answer', "):
         reward(PROMPTS, RESPONSES, COLUMNS)
 
     assert FunctionReward(lambda completions: [len(c) for c in completions])(PROMPTS, ["a", "", "abc"]) == [1, 0, 3]
@@ -169,21 +117,6 @@ def test_trl_functions_are_called_by_keyword_in_any_order():
     assert optional(PROMPTS, RESPONSES, {"response_ids": IDS}) == [1.0] * 3
 
 
-def test_trl_functions_with_kwargs_get_every_column():
-    seen = {}
-
-    def scores(completions, **kwargs):
-        seen.update(kwargs)
-        return [0.5] * len(completions)
-
-    reward = FunctionReward(scores)
-    assert reward.reads is None
-    columns = COLUMNS | {"prompt": PROMPTS, "response": RESPONSES, "response_ids": IDS}
-    assert reward(PROMPTS, RESPONSES, columns) == [0.5] * 3
-    assert sorted(seen) == ["answer", "completion_ids", "ids", "level", "prompts"]
-    assert seen["completion_ids"] == IDS.tolist()
-
-
 def test_chat_prompts_have_chat_completions_as_in_trl():
     def format_reward(prompts, completions, **kwargs):
         assert prompts == [CHAT, "1+2="]
@@ -191,6 +124,7 @@ def test_chat_prompts_have_chat_completions_as_in_trl():
         return [float(completions[0] == [{"role": "assistant", "content": "2"}]), 1.0]
 
     assert FunctionReward(format_reward)([CHAT, "1+2="], ["2", "3"]) == [1.0, 1.0]
+    assert FunctionReward(lambda **kwargs: [float(kwargs["completions"][0][0]["content"])])([CHAT], ["2"]) == [2.0]
     assert FunctionReward(per_row(lambda prompt, response: float(response == "2")))([CHAT], ["2"]) == [1.0]
 
 
@@ -237,8 +171,9 @@ def test_messages_say_where_the_function_is_and_which_column():
         FunctionReward(per_row(lambda prompt, response: None), column="costs")(PROMPTS, RESPONSES)
     with pytest.raises(RewardError, match=r"Bad returned nan at row 0.*Bad at .*test_reward_function.py:\d+\]"):
         FunctionReward(per_row(functools.partial(Bad(), score=math.nan)))(PROMPTS, RESPONSES)
-    with pytest.raises(RewardError, match="does not fit float32"):
-        FunctionReward(per_row(lambda prompt, response: 1e39))(PROMPTS, RESPONSES)
+    for number in (1e39, 10**400, -(10**5000)):
+        with pytest.raises(RewardError, match=r"returned .* at row 0; it does not fit float32"):
+            FunctionReward(per_row(lambda prompt, response, number=number: number))(PROMPTS, RESPONSES)
 
 
 class Bad:
@@ -259,8 +194,6 @@ def test_verifiers_say_what_they_read():
     assert FunctionReward(Verifier(["answer", "level?"])).reads == ("answer", "level?")
     assert FunctionReward(Verifier(("answer", "level?")))(PROMPTS, RESPONSES, COLUMNS) == [1.0] * 3
     assert FunctionReward(Verifier(()))(PROMPTS, RESPONSES, COLUMNS) == [1.0] * 3
-    with pytest.raises(RewardError, match="Verifier needs the column 'tests'"):
-        FunctionReward(Verifier(("tests",)))(PROMPTS, RESPONSES, COLUMNS)
     with pytest.raises(ConfigError, match="must be a tuple of column names"):
         FunctionReward(Verifier("answer"))
 
@@ -272,16 +205,7 @@ def test_verifiers_say_what_they_read():
         FunctionReward(fixed)
 
 
-@per_row
-def per_token(prompt, response, ids):
-    return [0.5] * len(ids)
-
-
-def test_rewards_per_token():
-    columns = COLUMNS | {"response_ids": COLUMNS["ids"]}
-    reward = FunctionReward(per_token, level="token")
-    assert reward.reads == ("ids", "response_ids")
-    assert reward(PROMPTS, RESPONSES, columns) == [[0.5], [0.5, 0.5], []]
+def test_a_tensor_of_rewards_per_token():
     everything = FunctionReward(lambda completions, ids: torch.ones(3, 1), level="token")
     assert everything(PROMPTS, RESPONSES, COLUMNS | {"response_ids": IDS.slice(0, 1).index([0, 0, 0])}) == [[1.0]] * 3
 
@@ -306,11 +230,6 @@ def test_wrong_rewards_per_token(answer, message):
         FunctionReward(my_reward, level="token")(PROMPTS, RESPONSES, {"response_ids": IDS})
 
 
-def test_a_list_per_row_asks_for_the_token_level():
-    with pytest.raises(RewardError, match=r"returned \[1.0, 2.0\] .* or with level='token' a list"):
-        FunctionReward(per_row(lambda prompt, response: [1.0, 2.0]))(PROMPTS, RESPONSES)
-
-
 SOURCES = {"data_source": ["sums"] * 3, "ground_truth": ["2", "3", "4"], "extra_info": [{"index": i} for i in range(3)]}
 
 
@@ -326,10 +245,8 @@ def test_compute_score_of_verl():
     assert reward.reads == ("data_source", "ground_truth", "extra_info?")
     assert reward(PROMPTS, RESPONSES, SOURCES) == [1.0, 0.0, 1.0]
     found = Functions(reward.function)(PROMPTS, RESPONSES, SOURCES).components
-    assert {name: column.tolist() for name, column in found.items()} == {
-        "rewards/acc": [1.0, 0.0, 1.0],
-        "rewards/index": [0.0, 1.0, 2.0],
-    }
+    columns = {name: column.tolist() for name, column in found.items()}
+    assert columns == {"rewards/acc": [1.0, 0.0, 1.0], "rewards/index": [0.0, 1.0, 2.0]}
 
     async def score(data_source, solution_str, ground_truth, **kwargs):
         assert (data_source, kwargs) == (None, {})
@@ -360,3 +277,154 @@ def test_wrong_answers_of_compute_score():
         from_compute_score(lambda solution_str, ground_truth: 1.0)
     with pytest.raises(RewardError, match=r"returned \{'score': 1.0\}"):
         FunctionReward(per_row(lambda prompt, response: {"score": 1.0}))(PROMPTS, RESPONSES)
+
+
+PROMPTS, RESPONSES = ["1+1=", "1+2=", "2+2="], ["2", "4", "4"]
+ANSWERED = {"answer": ["2", "3", "4"], "response_ids": IDS}
+RIGHT = [1.0, 0.0, 1.0]
+
+
+def equal(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def repetition(prompts, answer, **kwargs):
+    assert prompts == PROMPTS
+    return equal(kwargs["completions"], answer)
+
+
+def only_columns(answer, **kwargs):
+    return equal(kwargs["completions"], answer)
+
+
+def from_ids(completion_ids, answer, **kwargs):
+    return equal(kwargs["completions"], answer)
+
+
+def nothing_but_kwargs(*args, **kwargs):
+    assert args == ()
+    assert sorted(kwargs) == ["answer", "completion_ids", "completions", "prompts"]
+    return equal(kwargs["completions"], kwargs["answer"])
+
+
+def logs(completions, answer, log_extra, log_metric=None, **kwargs):
+    log_extra("answers", answer)
+    log_metric("accuracy", 0.5)
+    return equal(completions, answer)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_trl_functions_need_not_name_completions(workers):
+    """Nor columns: and the figures that they log go nowhere."""
+    functions = Functions([repetition, only_columns, from_ids, nothing_but_kwargs, logs], workers=workers)
+    assert functions.reads is None
+    found = functions(PROMPTS, RESPONSES, ANSWERED).components
+    assert [column.tolist() for column in found.values()] == [RIGHT] * 5
+    functions.close()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda prompts, answer: [1.0] * 3,
+        lambda texts, responses: [1.0] * 3,
+        lambda texts, /, **columns: [1.0] * 3,
+        lambda prompt, response: 1.0,
+        lambda prompt, completions: 1.0,
+        lambda *texts: [1.0] * 3,
+        lambda completions, /: [1.0] * 3,
+    ],
+)
+def test_other_signatures_are_refused_with_the_adapter_that_they_need(function):
+    with pytest.raises(ConfigError, match=r"<lambda>\(.*must take \(prompts, completions.*per_row.*from_compute_score"):
+        FunctionReward(function)
+
+
+def test_per_row_refuses_functions_without_two_texts():
+    with pytest.raises(ConfigError, match=r"must take \(prompt, response"):
+        per_row(lambda prompt: 1.0)
+    assert per_row(lambda text, said, /, answer, level=0: 1.0).reads == ("answer", "level?")
+    assert per_row(lambda *texts: 1.0).reads == ()
+
+
+def test_what_hybridflow_writes_per_token_is_only_given_by_name():
+    written = {
+        "log_probs": Ragged.from_rows([[0.1], [0.2, 0.3], [0.4]]),
+        "rewards/format": torch.ones(3),
+        "row_id": torch.arange(3),
+        "prompt": PROMPTS,
+        "response": RESPONSES,
+    }
+    seen = {}
+
+    def everything(completions, row_id, **kwargs):
+        seen.update(kwargs, row_id=row_id)
+        return [0.0] * 3
+
+    reward = FunctionReward(everything)
+    assert reward.reads is None
+    reward(PROMPTS, RESPONSES, ANSWERED | written)
+    assert seen["completion_ids"] == IDS.tolist()
+    assert sorted(seen) == ["answer", "completion_ids", "prompts", "rewards/format", "row_id"]
+    assert seen["row_id"] == [0, 1, 2]
+
+    @per_row
+    def row(prompt, response, **columns):
+        assert set(columns) == {"answer", "rewards/format", "row_id"}
+        return 1.0
+
+    assert FunctionReward(row)(PROMPTS, RESPONSES, ANSWERED | written) == [1.0] * 3
+
+
+def test_there_is_no_state_of_a_trainer():
+    with pytest.raises(ConfigError, match=r"'trainer_state': there is no trainer .* default"):
+        Functions(lambda completions, trainer_state, **kwargs: [0.0])
+
+    def optional(completions, trainer_state=None):
+        return [float(trainer_state is None)] * 3
+
+    assert FunctionReward(optional).reads == ()
+    assert FunctionReward(optional)(PROMPTS, RESPONSES, ANSWERED | {"trainer_state": [1, 2, 3]}) == [1.0] * 3
+
+
+def test_verifiers_that_take_everything_by_name():
+    class Verifier:
+        reads = ("answer",)
+
+        def __call__(self, **columns):
+            assert sorted(columns) == ["answer", "completion_ids", "completions", "prompts"]
+            return equal(columns["completions"], columns["answer"])
+
+    assert FunctionReward(Verifier()).reads == ("answer", "response_ids?")
+    assert FunctionReward(Verifier())(PROMPTS, RESPONSES, ANSWERED | {"level": [1, 2, 3]}) == RIGHT
+
+
+def needs_info(data_source, solution_str, ground_truth, extra_info):
+    return float(extra_info.get("bonus", 0.0))
+
+
+async def awaited(data_source, solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+
+def test_compute_score_without_extra_info():
+    columns = {"data_source": ["sums"] * 3, "ground_truth": ["2", "3", "4"]}
+    reward = FunctionReward(from_compute_score(needs_info))
+    assert reward(PROMPTS, RESPONSES, columns) == [0.0] * 3
+    assert reward(PROMPTS, RESPONSES, columns | {"extra_info": [{"bonus": 0.5}, {}, {}]}) == [0.5, 0.0, 0.0]
+    with pytest.raises(ConfigError, match=r"components='acc'.*components=\('acc',\)"):
+        from_compute_score(needs_info, components="acc")
+
+
+@pytest.mark.parametrize("function", [needs_info, awaited])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"style": "rule"}, r"its entries are \['style'\]"), ("rule", "it is 'rule'"), (None, "it is None")],
+)
+def test_entries_that_are_missing_are_named(function, given, message):
+    adapted = from_compute_score(function, data_source=None, ground_truth="reward_model.ground_truth")
+    columns = {"reward_model": [{"ground_truth": "2"}, given, {"ground_truth": "4"}]}
+    with pytest.raises(RewardError, match=rf"{function.__name__} at row 1: .* no entry 'ground_truth'; {message}\."):
+        Functions(adapted)(PROMPTS, RESPONSES, columns)
+    scores = Functions(adapted, on_failure="zero")(PROMPTS, RESPONSES, columns)
+    assert [failure is None for failure in scores.failures] == [True, False, True]

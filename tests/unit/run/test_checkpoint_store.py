@@ -22,11 +22,7 @@ from hypothesis import strategies as st
 
 import hybridflow as hf
 from hybridflow.engines.checkpoint.manifest import MANIFEST, CheckpointManifest, FileEntry, saved_steps
-from hybridflow.engines.checkpoint.remote_directory import (
-    RemoteDirectory,
-    fetched_checkpoint,
-    written_here,
-)
+from hybridflow.engines.checkpoint.remote_directory import RemoteDirectory, fetched_checkpoint, written_here
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.run import checkpoint_store
 from hybridflow.run.checkpoint_store import ENDED, CheckpointStore, to_send
@@ -63,9 +59,7 @@ def opened() -> Iterator[Callable[..., CheckpointStore]]:
     """Makes uploads whose threads end with the test."""
     made: list[CheckpointStore] = []
 
-    def make(
-        address: str, staging: Path, keep: int = 3, best: str | None = None, continues: bool = True
-    ) -> CheckpointStore:
+    def make(address: str, staging: Path, keep: int = 3, best: Any = None, continues: bool = True) -> CheckpointStore:
         made.append(one := CheckpointStore(address, staging, keep, best))
         one.open()
         if continues:
@@ -81,16 +75,11 @@ def steps(address: str) -> list[int]:
     return list(RemoteDirectory(address).complete_steps())
 
 
-@pytest.mark.parametrize(
-    "path", ["s3://bucket/run", Path("s3://bucket/run"), "gs://b", "a+b://c", "memory://x", "x::y://z"]
-)
-def test_addresses(path):
-    assert is_address(path)
-
-
-@pytest.mark.parametrize("path", ["runs/first", "runs/a:b", "/s3://x", "C:/x", "./s3://x", Path("runs")])
-def test_paths_of_this_machine(path):
-    assert not is_address(path)
+def test_addresses_and_paths_of_this_machine():
+    for path in ("s3://bucket/run", Path("s3://bucket/run"), "gs://b", "a+b://c", "memory://x", "x::y://z"):
+        assert is_address(path), path
+    for path in ("runs/first", "runs/a:b", "/s3://x", "C:/x", "./s3://x", Path("runs")):
+        assert not is_address(path), path
 
 
 def test_what_comes_back_is_what_was_sent(address, tmp_path, opened):
@@ -98,10 +87,7 @@ def test_what_comes_back_is_what_was_sent(address, tmp_path, opened):
     one = opened(address, tmp_path / "here")
     one.wait(SECONDS)
     assert steps(address) == [4, 2]
-    assert {step: dict(one.there[step]) for step in one.there} == {
-        4: {"reward": 4.0},
-        2: {"reward": 2.0},
-    }
+    assert {step: dict(one.there[step]) for step in one.there} == {4: {"reward": 4.0}, 2: {"reward": 2.0}}
     other = opened(address, tmp_path / "elsewhere", continues=False)
     found = list(other.steps())
     assert [path.name for path in found] == [path.name for path in made[::-1]]
@@ -119,22 +105,15 @@ def test_the_manifest_is_sent_last_and_removed_first(server, tmp_path, opened):
     assert removed[0].endswith(f"step-00000002/{MANIFEST}")
 
 
-def test_newer_checkpoints_are_sent_first(server, tmp_path, opened):
-    for step in (2, 4, 6):
-        make_checkpoint(tmp_path, step)
-    opened("s3://runs/first", tmp_path).wait(SECONDS)
-    manifests = [path.split("/")[3] for path in server.sent() if path.endswith(MANIFEST)]
-    assert manifests == ["step-00000006", "step-00000004", "step-00000002"]
-
-
-def test_a_checkpoint_that_would_be_removed_at_once_is_not_sent(server, tmp_path, opened):
+@pytest.mark.parametrize(("kept", "sent"), [({}, "642"), ({"keep": 1, "best": "reward"}, "64")])
+def test_newer_checkpoints_are_sent_first_and_what_would_be_removed_at_once_is_not(
+    server, tmp_path, opened, kept, sent
+):
     for step, reward in ((2, 1.0), (4, 3.0), (6, 2.0)):
         make_checkpoint(tmp_path, step, reward=reward)
-    opened("s3://runs/first", tmp_path, keep=1, best="reward").wait(SECONDS)
-    assert [path.split("/")[3] for path in server.sent() if path.endswith(MANIFEST)] == [
-        "step-00000006",
-        "step-00000004",
-    ]
+    opened("s3://runs/first", tmp_path, **kept).wait(SECONDS)
+    manifests = [path.split("/")[3] for path in server.sent() if path.endswith(MANIFEST)]
+    assert manifests == [f"step-0000000{step}" for step in sent]
 
 
 @pytest.mark.parametrize("best", [None, "reward", "-reward"])
@@ -435,11 +414,8 @@ def test_a_model_replaces_no_other_files(there, address, tmp_path):
     remote.write(there, b"kept")
     with pytest.raises(CheckpointError, match=f"has other files, such as {there}"):
         remote.send_model(model)
-    assert {name: remote.read(name) for name in remote.sizes()} == {
-        "config.json": b"old",
-        "model.safetensors": b"old",
-        there: b"kept",
-    }
+    old = {"config.json": b"old", "model.safetensors": b"old", there: b"kept"}
+    assert {name: remote.read(name) for name in remote.sizes()} == old
     remote.remove(there)
     remote.remove("config.json")  # as a send that was cut off
     remote.send_model(model)
@@ -450,13 +426,11 @@ def test_a_model_replaces_no_other_files(there, address, tmp_path):
     ("address", "says"),
     [
         ("s4://bucket/run", r"fsspec has no scheme 's4'\. Did you mean 's3'"),
-        ("nope://bucket", "fsspec has no scheme 'nope'"),
         ("gs://bucket/run", "needs the package gcsfs, which is not installed: pip install gcsfs"),
         ("simplecache::s3://bucket", "chain of addresses"),
         ("s3://bucket/../other", r"without '\.\.'"),
         ("http://127.0.0.1:9/run", "cannot be written"),
         ("s3://me:hidden@bucket/run", r"^the address s3://\.\.\. has a password: credentials go into the environment"),
-        ("s3://me:hid/den@bucket/run", r"^the address s3://\.\.\. has a password"),
         ("sftp://me:22hidden@host:22/run", r"^the address sftp://\.\.\. has a password"),
     ],
 )
@@ -471,9 +445,7 @@ def test_addresses_that_cannot_be_used(address, says, made, tmp_path, monkeypatc
 
 def test_credentials_are_checked_at_once(server, tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRIDFLOW_STAGING", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"s3://absent/run/.* cannot be written: .*Check the address, the credentials"
-    ):
+    with pytest.raises(ConfigError, match=r"s3://absent/run/.* cannot be written: .*Check the address"):
         hf.Checkpoints("s3://absent/run")
     for owner in hf.Checkpoints("s3://runs/run")._owners:
         owner.release()

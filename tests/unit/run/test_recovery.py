@@ -106,10 +106,6 @@ def test_a_rebuild_that_failed_can_be_done_again(session, fails):
     for name, ranks in backend.built.items():
         assert session.groups[name].ranks is ranks
         assert {host.address for host in ranks.hosts} <= hosts
-
-
-def test_a_step_more_does_not_fail(session):
-    backend = placed(session)
     backend.steps, backend.fails = 0, STEPS + 1
     rebuild(session)
     assert backend.steps == STEPS
@@ -262,10 +258,8 @@ def test_a_lost_host_leaves_a_moment_without_any_image(session, monkeypatch):
 
 
 def test_what_is_not_kept_is_a_warning_once_per_reason(tmp_path, session, caplog):
-    for asked, warnings in (
-        (True, ["iteration 1 is not kept in memory: a 1", "iteration 2 is not kept in memory: b"]),
-        (False, []),
-    ):
+    said = ["iteration 1 is not kept in memory: a 1", "iteration 2 is not kept in memory: b"]
+    for asked, warnings in ((True, said), (False, [])):
         checkpoints = hf.Checkpoints(tmp_path / f"{asked}", in_memory=asked)
         caplog.clear()
         for step, reason in ((1, "a 1"), (2, "a 2"), (2, "b"), (3, "a 3")):

@@ -34,6 +34,12 @@ def groups() -> dict[str, Any]:
     }
 
 
+def placed(*names: str, devices: int = 1) -> list[Any]:
+    """Groups of a driver, on one pool."""
+    pool, given = hf.ResourcePool(devices), groups()
+    return [given[name].worker_class.on(pool, **given[name].settings) for name in names]
+
+
 def waits(graph: Graph, target: str) -> set[tuple[str, int]]:
     """Calls that the target waits for only because the driver reads their results."""
     return {(edge.source, edge.distance) for edge in graph.into(target) if edge.kind == "driver"}
@@ -100,25 +106,11 @@ def test_rejection_sampling():
     assert_order(graph, (REWARD, SECOND, 0), (f"{REWARD}#2", UPDATE, 0), (UPDATE, GENERATE, 1), (UPDATE, SECOND, 1))
 
 
-def test_curriculum():
-    """The next prompts depend on this iteration's rewards, also where no weights are stepped between."""
-    level = [0]
-
-    def step(prompts, rollout, reward):
-        batch = rollout.generate_sequences(prompts[: max(1, len(prompts) - level[0] % 2)])
-        batch |= reward.compute_reward(batch)
-        level[0] += float(batch.metrics().get()["reward/mean"]) > 0.7
-
-    assert waits(hf.trace(step, groups()), "rollout.generate_sequences") == {(REWARD, 1)}
-
-
 def test_metrics_of_the_iteration_before_hold_nothing_back(tmp_path):
     """A tracker reads an iteration late."""
 
     def driver():
-        pool, given = hf.ResourcePool(1), groups()
-        actor, reward = (given[name].worker_class.on(pool, **given[name].settings) for name in ("actor", "reward"))
-        tracker = hf.Tracker(tmp_path / "run")
+        (actor, reward), tracker = placed("actor", "reward"), hf.Tracker(tmp_path / "run")
         while True:
             batch = actor.generate_sequences(Batch({"prompt": ["a", "b"]}))
             batch |= reward.compute_reward(batch)
@@ -200,8 +192,7 @@ def test_dynamic_sampling_with_refill():
     """Groups are drawn until a batch is full: each round waits for the rewards of the one before."""
 
     def driver():
-        pool, given = hf.ResourcePool(1), groups()
-        actor, reward = (given[name].worker_class.on(pool, **given[name].settings) for name in ("actor", "reward"))
+        actor, reward = placed("actor", "reward")
         loader = hf.PromptLoader([{"prompt": "a"}] * 64, batch_size=4)
 
         def sample(prompts):
@@ -223,8 +214,7 @@ def test_curriculum_by_the_rewards_of_the_last_step(tmp_path):
     """The next prompts are chosen by the mean reward: an edge over the iteration's boundary."""
 
     def driver():
-        pool, given = hf.ResourcePool(2), groups()
-        rollout, reward = (given[name].worker_class.on(pool, **given[name].settings) for name in ("rollout", "reward"))
+        rollout, reward = placed("rollout", "reward", devices=2)
         level, tracker = 0, hf.Tracker(tmp_path / "run")
         while level < 100:
             batch = rollout.generate_sequences(Batch({"prompt": ["x" * (level + 1)] * 4}))
@@ -374,17 +364,16 @@ def test_reads_in_a_loop_over_a_stream():
     """They hold back what the loop does with the batch, not the generation of later ones."""
 
     def driver():
-        pool, given = hf.ResourcePool(2), groups()
-        rollout = hf.RolloutWorker.on(hf.ResourcePool(2), **given.pop("rollout").settings)
-        own = {name: group.worker_class.on(pool, **group.settings) for name, group in given.items()}
+        (rollout,) = placed("rollout", devices=2)
+        actor, reference, reward = placed("actor", "reference", "reward", devices=2)
         loader = hf.PromptLoader([{"prompt": "a"}] * 64, batch_size=4)
         for batch in hf.stream(loader, rollout, rows=16, n=4, max_staleness=2):
-            batch |= own["reward"].compute_reward(batch)
+            batch |= reward.compute_reward(batch)
             scores = batch.get("rewards")["rewards"].reshape(-1, 4)
             best = batch.take((scores.argmax(dim=1) + 4 * torch.arange(len(scores))).tolist())
-            best |= own["reference"].compute_ref_log_prob(best)
-            own["actor"].update_actor(best, loss="sft").get()
-            hf.sync_weights(own["actor"], rollout).get()
+            best |= reference.compute_ref_log_prob(best)
+            actor.update_actor(best, loss="sft").get()
+            hf.sync_weights(actor, rollout).get()
 
     graph = trace_driver(driver).graph
     assert waits(graph, REF) == {(REWARD, 0)} == waits(graph, UPDATE)
@@ -425,8 +414,7 @@ def test_a_loop_until_results_are_good(step: Callable[..., Any]):
         hf.trace(step, groups())
 
     def driver():
-        pool, given = hf.ResourcePool(1), groups()
-        actor, reward = (given[name].worker_class.on(pool, **given[name].settings) for name in ("actor", "reward"))
+        actor, reward = placed("actor", "reward")
         for prompts in hf.PromptLoader([{"prompt": "a"}] * 4, batch_size=2):
             step(prompts, actor, reward)
 
@@ -437,8 +425,7 @@ def test_a_loop_until_results_are_good(step: Callable[..., Any]):
 
 def test_a_loop_before_the_loop_until_results_are_good():
     def driver():
-        given = groups()["actor"]
-        actor = given.worker_class.on(hf.ResourcePool(1), **given.settings)
+        (actor,) = placed("actor")
         while not actor.generate_sequences(Batch({"prompt": ["a"]})).get("response")["response"][0]:
             pass
 
@@ -450,8 +437,7 @@ def test_many_calls_before_the_loop():
     """A warm-up, whose figures the driver reads, is no loop without an end."""
 
     def driver():
-        given = groups()["actor"]
-        actor = given.worker_class.on(hf.ResourcePool(1), **given.settings)
+        (actor,) = placed("actor")
         text = {"row_id": torch.arange(1)} | {key: [torch.tensor([1])] for key in ("prompt_ids", "response_ids")}
         text = Batch(text | {"response_mask": [torch.tensor([True])]})
         for _ in range(1100):
