@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hybridflow.config import FSDP, ZeRO
+from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, weights_layout
 from hybridflow.errors import CheckpointError, ModelError
@@ -51,11 +53,12 @@ def test_plans_that_cannot_be_followed_are_refused(directories, name, tp, says):
 
 
 def test_ways_to_save_memory_and_16_bits(processes, directories, family):
-    for name, strategy in {
-        "gemma2": FSDP(recompute=True, micro_tokens=40),
-        "mixtral": ZeRO(stage=1, recompute=True),
-        "gpt2": FSDP(offload=True, packed=False),
-    }.items():
+    for name, strategy in (
+        ("gemma2", FSDP(recompute=True, micro_tokens=40)),
+        ("gemma2", ZeRO(stage=2, packed=False)),  # windows of padded rows need no mask
+        ("mixtral", ZeRO(stage=1, recompute=True)),
+        ("gpt2", FSDP(offload=True, packed=False)),
+    ):
         args = (processes.name(), strategy, directories(name))
         for part in processes.run(2, tasks.norms, *args):
             assert part == pytest.approx(family(name)[1]["norms"][:1], rel=1e-5)
@@ -63,6 +66,12 @@ def test_ways_to_save_memory_and_16_bits(processes, directories, family):
     args = (processes.name(), strategy, directories("mixtral"))
     for part in processes.run(2, tasks.norms, *args):
         assert part == pytest.approx(family("mixtral")[1]["norms"][:1], rel=0.05)
+
+
+def test_attention_that_is_not_ours_is_refused():
+    model = AutoModelForCausalLM.from_config(config("gpt_oss"), attn_implementation=register_packed_attention())
+    with pytest.raises(ModelError, match="GptOssAttention attends with s_aux, which packed attention"):
+        model(torch.tensor([[3, 4, 5]]), use_cache=False)
 
 
 def test_ranks_may_have_gradients_of_other_parameters(processes, tmp_path):
