@@ -1,4 +1,5 @@
-"""Decoders that only transformers knows, on FSDP and ZeRO: what transformers itself computes and how it is trained."""
+"""Decoders that only transformers knows, on FSDP and ZeRO: what transformers itself computes and how it is trained, on
+every grid."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from hybridflow.models.hf_spec import TransformersSpec, read_spec
 from tests.contracts import any_model_tasks as tasks
 from tests.contracts.any_model_tasks import expected, make
 from tests.contracts.example_models import relative
-from tests.contracts.family_cases import config
+from tests.contracts.family_cases import QUICK_ON_SHARDS, SHARDED_CASES, config, marked, spread
+from tests.contracts.rank_processes import DEVICE
 from tests.contracts.train_contract import assert_trains, whole
 
 
@@ -149,3 +152,17 @@ def test_a_checkpoint_of_other_tensors_is_refused(directories):
     spec = read_spec(directories("mixtral"), "lm")
     with pytest.raises(CheckpointError, match=r"lacks .* such as"):
         Checkpoint(directories("olmo2")).check(spec)
+
+
+CASES: list[Any] = marked(SHARDED_CASES, QUICK_ON_SHARDS)
+if DEVICE.type == "cuda":  # emulated: all of them would take hours, and these need a convolution that it lacks
+    convolving = ("falcon_mamba", "jamba", "mamba", "qwen3_next", "recurrent_gemma")
+    CASES = sorted(case for case in spread(SHARDED_CASES) if case[0] not in convolving)
+
+
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_it_computes_and_trains_as_transformers_does(processes, family, tmp_path, name, grid):
+    strategy, (path, want) = SHARDED_CASES[name, grid], family(name)
+    parts, spec = assert_trains(processes, strategy, path, want, tmp_path / "saved")
+    if isinstance(strategy, FSDP) and (strategy.tp == 1 or not getattr(spec, "experts", ())):  # tp cuts no experts
+        assert max(part["bytes"] for part in parts) < 0.8 * 4 * spec.num_parameters

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.conftest import OneRank
-from tests.gpu.host_syncs import host_syncs
+from tests.gpu.test_host_syncs import host_syncs
 
 pytestmark = pytest.mark.gpu
 SIZE = 1 << 16

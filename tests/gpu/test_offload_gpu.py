@@ -25,7 +25,7 @@ from tests.contracts import engine_tasks as tasks
 from tests.contracts.example_models import loss_of, make_batch, make_model
 from tests.contracts.plain_holders import PlainGenerator, PlainTrainer
 from tests.gpu.conftest import OneRank
-from tests.gpu.host_syncs import host_syncs
+from tests.gpu.test_host_syncs import host_syncs
 from tests.gpu.test_removed_waits import Faults, races, remove
 
 pytestmark = pytest.mark.gpu

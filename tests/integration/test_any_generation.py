@@ -78,7 +78,7 @@ BESIDE: list[tuple[str, Any, Any, hf.VLLM, hf.VLLM]] = [  # how it trains and ge
 ]
 
 
-@pytest.mark.parametrize(("family", "sizes", "train", "tp"), ALONE, ids=str)
+@pytest.mark.parametrize(("family", "sizes", "train", "tp"), ALONE, ids=[case[0] for case in ALONE])
 def test_an_actor_generates_with_what_it_trains(pool, place, tmp_path, family, sizes, train, tp) -> None:
     policy, prompts = make(tmp_path / "model", family, **sizes), make_prompts(6)
     generate = hf.VLLM(tp=tp, **GREEDY)
@@ -91,7 +91,7 @@ def test_an_actor_generates_with_what_it_trains(pool, place, tmp_path, family, s
     assert after != before
 
 
-@pytest.mark.parametrize(("family", "sizes", "train", "here", "elsewhere"), BESIDE, ids=str)
+@pytest.mark.parametrize(("family", "sizes", "train", "here", "elsewhere"), BESIDE, ids=[case[0] for case in BESIDE])
 def test_weights_go_on_to_engines_elsewhere(pool, place, tmp_path, family, sizes, train, here, elsewhere) -> None:
     """Into engines of other sizes, which have other shares of the experts than training."""
     policy, prompts = make(tmp_path / "model", family, **sizes), make_prompts(6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,11 @@ def chat(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp=1", "tp=2"])
-def rollout(keep, hosts, chat, request) -> hf.WorkerGroup:
-    return keep(
-        hf.RolloutWorker,
-        hosts[0:2],
-        name=f"agents{request.param}",
-        model=chat,
-        generate=hf.VLLM(tp=request.param, sampling=SAMPLING),
-    )
+def rollout(hosts, chat, request) -> Iterator[hf.WorkerGroup]:
+    generate = hf.VLLM(tp=request.param, sampling=SAMPLING)
+    group = hf.place(hf.RolloutWorker, hosts[0:2], name=f"agents{request.param}", model=chat, generate=generate)
+    yield group
+    group.close()  # before the other
 
 
 @pytest.fixture(scope="module")

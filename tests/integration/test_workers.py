@@ -443,6 +443,7 @@ def ppo(place: Any, pool: hf.ResourcePool, name: str, policy: Path, classifier: 
         batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95, kl_coef=0.05)
         learned = [update(batch, minibatches=2, uneven=True) for update in (critic.update_critic, actor.update_actor)]
         figures.append({name: value for metrics in learned for name, value in metrics.get().items()})
+    actor.close()  # a host generates for one actor
     return figures
 
 
