@@ -11,7 +11,7 @@ PY := .venv/bin/python
 RUN_ENV := .venv/.ready-run
 DEV_ENV := .venv/.ready-dev
 CODE := hybridflow recipes tests benchmarks tools
-CUDA_SUITES := $(patsubst %,tests/contracts/test_%.py,train_engine zero_partition optimizer_moves sharded_engines lora_training lora_any_model packing engine_splits fsdp_layout logits any_model megatron_families fsdp_families) tests/integration/test_failed_transitions.py
+CUDA_SUITES := $(patsubst %,tests/contracts/test_%.py,train_engine engine_state lora_training lora_any_model engine_splits logits any_model megatron_families) tests/integration/test_failed_transitions.py
 CUDA_SUITES += $(patsubst %,tests/integration/test_expert_generation.py::test_experts_lie_whole_on_ranks[%-1-2],mixtral qwen2_moe)
 BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth loops fault_simulation checkpoints streams elastic timesharing environments throughput calls generation_sizes
 

@@ -1,12 +1,20 @@
 """Defaults of every test process and of the processes that tests start; a value set outside wins."""
 
+from __future__ import annotations
+
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.contracts.rank_processes import RankProcesses
 
 hypothesis.settings.register_profile("tests", deadline=None)  # a loaded machine takes any time
 hypothesis.settings.load_profile("tests")
@@ -70,3 +78,12 @@ def left_behind() -> Callable[[], list[str]]:
     """Processes of multiprocessing that this test started and that still run."""
     earlier = {child.pid for child in multiprocessing.active_children()}
     return lambda: [child.name for child in multiprocessing.active_children() if child.pid not in earlier]
+
+
+@pytest.fixture(scope="module")
+def rank_processes() -> Iterator[Callable[[int], RankProcesses]]:
+    """So many gloo processes, which are those of the whole file."""
+    from tests.contracts.rank_processes import RankProcesses
+
+    with ExitStack() as made:
+        yield cache(lambda size: made.enter_context(closing(RankProcesses(size))))

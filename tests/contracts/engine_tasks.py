@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow import config
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.train_backends import build_engine
+from hybridflow.engines.units import whole_units
 from hybridflow.errors import CheckpointError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.topology import RankGrid
@@ -55,11 +57,13 @@ def share(batch: Batch, grid: RankGrid, rank: int, counts: Sequence[int] | None 
     return batch[sum(counts[:d]) : sum(counts[: d + 1])]
 
 
-def boxes(engine: Any, tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple, tuple, Tensor]]:
-    """This rank's regions of `tensors` (by storage name) with the canonical boxes they hold."""
-    regions = engine.layout().regions(engine.context.rank)
+def boxes(
+    engine: Any, tensors: Mapping[str, Tensor], layout: Layout | None = None
+) -> list[tuple[str, tuple, tuple, Tensor]]:
+    """This rank's regions of `tensors` (by storage name) with the canonical boxes they hold, of weights or `layout`."""
+    regions = (layout or engine.layout()).regions(engine.context.rank)
     return [
-        (r.box.tensor, r.box.start, r.box.stop, tensors[r.storage][r.index()].detach().float().clone()) for r in regions
+        (r.box.tensor, r.box.start, r.box.stop, r.view(tensors[r.storage]).detach().float().clone()) for r in regions
     ]
 
 
@@ -82,23 +86,6 @@ def outputs(
             out = out and {**out, "token_scores": token_scores}
         found.append(out)
         engine.context.groups.close()
-        engine.close()
-    return found
-
-
-def passes(world: World, jobs: Sequence[tuple[str, Any, int, Path, str]]) -> list[dict[str, Any]]:
-    """Every output of every job's model, then one pass with gradients: they, their norm, and its metrics."""
-    found = []
-    for name, strategy, size, path, head in jobs:
-        engine, loss = build(world, name, strategy, size, path, head, config.SGD(lr=0.0, clip_grad=0)), loss_of(head)
-        rows = share(make_batch(), engine.grid, world.rank)
-        outputs = engine.forward(rows, ("values",) if head == "value" else ("entropy", "log_probs"), 0.7)
-        scores = engine.score(rows) if head == "value" else None
-        outputs = outputs and {**outputs, **({} if scores is None else {"scores": scores})}
-        metrics = engine.forward_backward(rows, loss, loss.outputs)
-        gradients = torch.cat([value.flatten() for *_, value in boxes(engine, engine.gradients())])
-        norm = engine.step()["grad_norm"]
-        found.append({"outputs": outputs, "metrics": metrics, "gradients": gradients, "norm": norm})
         engine.close()
     return found
 
@@ -153,7 +140,7 @@ def side_by_side(world: World, names: Sequence[str], jobs: Sequence[tuple], size
     return found
 
 
-def two_passes(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, Any]:
+def several_passes(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, Any]:
     """One update from two `forward_backward` calls, each on half of the rows with the whole batch's loss share."""
     engine = build(world, name, strategy, size, path, "lm", optimizer)
     rows = share(make_batch(), engine.grid, world.rank)
@@ -278,47 +265,9 @@ def vocabulary_case(seed: int, tokens: int = 9, columns: int = 10) -> tuple[Tens
     return logits, targets, torch.randn(2, tokens, generator=generator)
 
 
-def _uneven_messages(world: World, context: Any) -> None:
-    """As a transition sends them: ranks have begun different numbers of operations before the pass."""
-    if context.grid.size > 1 and world.rank < 2:
-        group, number = context.groups.everyone("gloo"), torch.zeros(1)
-        dist.send(number, group=group, group_dst=1) if world.rank == 0 else dist.recv(number, group=group, group_src=0)
-
-
-def survives_a_loss_that_raises(
-    world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any
-) -> tuple[str, str, bool]:
-    """The id (or class) and text of the error, and whether the next update leaves the weights of an undisturbed one."""
-    loss, found, error = loss_of("lm"), [], None
-    for disturbed in (True, False):
-        engine = build(world, f"{name}-{disturbed}", strategy, size, path, "lm", optimizer)
-        rows = share(make_batch(), engine.grid, world.rank)
-        if disturbed:
-            _uneven_messages(world, engine.context)
-            try:
-                engine.forward_backward(rows, _raises_for(engine.context.coords.d), ("log_probs",))
-            except Exception as raised:
-                error = raised
-        engine.forward_backward(rows, loss, loss.outputs)
-        engine.step()
-        found.append({key: value.clone() for key, value in engine.storage().items()})
-        engine.context.groups.close()
-    same = all(torch.equal(found[0][key], found[1][key]) for key in found[1])
-    return getattr(error, "id", type(error).__name__), str(error), same
-
-
-def _raises_for(replica: int) -> Any:
-    def loss(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        if replica == 0:
-            raise LookupError("the reward of this row is gone")
-        return found["log_probs"].values.sum(), {"sum": found["log_probs"].values.sum()}
-
-    return loss
-
-
 def closed(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any, away: Sequence[str]) -> int:
-    """Bytes behind tensors that a closed engine held; its model is gone though the collector never sees it again, as
-    in a process where vLLM froze it. `away` is in host memory when it closes."""
+    """Bytes behind tensors that a closed engine held, whoever still refers to them; Megatron's model is gone though the
+    collector never sees it again, as in a process where vLLM froze it. `away` is in host memory when it closes."""
     engine = build(world, name, strategy, size, path, "lm", optimizer)
     held = [engine.storage()]
     if optimizer:
@@ -326,14 +275,14 @@ def closed(world: World, name: str, strategy: Any, size: int, path: Path, optimi
         engine.forward_backward(rows, loss, loss.outputs)
         engine.step()
         engine.forward_backward(rows, loss, loss.outputs)
-        held += [engine._shards.gradients.buffers, *engine.optimizer_storage().values()]
-    tensors = [tensor.detach() for kind in held for tensor in kind.values()]
+        held += [getattr(engine._shards.gradients, "buffers", {}), *engine.optimizer_storage().values()]
+    tensors = [tensor.detach() for kind in held for tensor in kind.values() if tensor.numel()]
     assert all(tensor.untyped_storage().nbytes() for tensor in tensors)
     engine.offload(away)
     left = [
         weakref.ref(part)
         for part in (engine._shards.model, engine._model.loop, engine._optimizer, engine._shards)
-        if part
+        if part and isinstance(strategy, config.Megatron)
     ]
     held.clear()
     gc.disable()
@@ -381,3 +330,45 @@ def fails(world: World, name: str, strategy: Any, size: int, path: Path, what: s
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+class Branches(nn.Module):
+    """Uses its layers from the last to the first, and `odd` only where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.odd = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor, odd: bool) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x).tanh()
+        return self.odd(x) if odd else x
+
+
+def any_order(world: World, name: str, stage: int, overlap: bool) -> tuple[bool, list[str]]:
+    """Layers that are used in another order, and one that only some ranks use: sums are those of one process, whether
+    or not somebody looks at them in between."""
+    model, alone = Branches().to(world.device), Branches().to(world.device)
+    tensors = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    context = world.context(name, RankGrid(d=4))
+    shards = FlatShards(context, model, whole_units(tensors), context.groups.everyone(), stage=stage, overlap=overlap)
+    inputs = torch.randn(3, 4, 2, 8, generator=torch.Generator().manual_seed(1)).to(world.device)
+    for number, inputs_of_pass in enumerate(inputs):
+        shards.before_backward()
+        model(inputs_of_pass[world.rank], odd=world.rank == 2).square().sum().backward()
+        for rank, x in enumerate(inputs_of_pass):
+            alone(x, odd=rank == 2).square().sum().backward()
+        if number == 1:
+            shards.after_pass()
+            assert shards.gradients.tensors
+    shards.after_pass()
+    shards.reduce()
+    expected: dict[str, Any] = {key: parameter.grad for key, parameter in alone.named_parameters()}
+    found = shards.gradients.tensors
+    same = all(torch.allclose(found[key], expected[key], rtol=1e-5, atol=1e-6) for key in tensors)
+    kept = [key for key, parameter in model.named_parameters() if parameter.grad is not None]
+    shards.close()
+    context.groups.close()
+    return same, kept

@@ -1,6 +1,6 @@
 """Families of decoders as small configs, and the grids on which the suites of each backend compute and train them.
 
-`python -m tests.contracts.family_cases` writes the table of docs/backends.md, which `test_family_table.py` compares.
+`python -m tests.contracts.family_cases` writes the table of docs/backends.md, which `test_families.py` compares.
 """
 
 from __future__ import annotations

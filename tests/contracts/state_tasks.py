@@ -42,11 +42,8 @@ def update(engine: Any, world: World, seed: int, in_parts: bool = False, leaving
 
 def state_boxes(engine: Any) -> dict[str, Boxes]:
     """Every kind of optimizer state as canonical boxes."""
-    regions = engine.optimizer_layout().regions(engine.context.rank)
-    return {
-        kind: [(r.box.tensor, r.box.start, r.box.stop, r.view(held[r.storage]).clone()) for r in regions]
-        for kind, held in engine.optimizer_storage().items()
-    }
+    layout = engine.optimizer_layout()
+    return {kind: boxes(engine, held, layout) for kind, held in engine.optimizer_storage().items()}
 
 
 def move(source: Any, destination: Any, group: Any, rank: int) -> None:
@@ -222,6 +219,7 @@ def copied(world: World, name: str, strategy: Any, size: int, path: Path, optimi
     plain = build(world, f"{name}-plain", strategy, size, path, "lm", optimizer)
     other = build(world, f"{name}-other", strategy, size, path, "lm", optimizer)
     frozen = build(world, f"{name}-frozen", strategy, size, path, "lm", None)
+    assert sum(frozen.resident_bytes().values()) == frozen.resident_bytes()["parameters"]
     weights = {each: each.resident_bytes()["parameters"] for each in (other, frozen)}  # 16 bits, where not trained
     state = weights[other] + other.resident_bytes()["optimizer"]
     for each in (other, frozen):

@@ -1,4 +1,5 @@
-"""Decoders that only transformers knows, on FSDP and ZeRO: what transformers itself computes and how it is trained."""
+"""Decoders that only transformers knows, on FSDP and ZeRO: what transformers itself computes and how it is trained, on
+every grid."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hybridflow.config import FSDP, ZeRO
+from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, weights_layout
 from hybridflow.errors import CheckpointError, ModelError
@@ -21,7 +25,8 @@ from hybridflow.models.hf_spec import TransformersSpec, read_spec
 from tests.contracts import any_model_tasks as tasks
 from tests.contracts.any_model_tasks import expected, make
 from tests.contracts.example_models import relative
-from tests.contracts.family_cases import config
+from tests.contracts.family_cases import QUICK_ON_SHARDS, SHARDED_CASES, config, marked, spread
+from tests.contracts.rank_processes import DEVICE
 from tests.contracts.train_contract import assert_trains, whole
 
 
@@ -51,11 +56,12 @@ def test_plans_that_cannot_be_followed_are_refused(directories, name, tp, says):
 
 
 def test_ways_to_save_memory_and_16_bits(processes, directories, family):
-    for name, strategy in {
-        "gemma2": FSDP(recompute=True, micro_tokens=40),
-        "mixtral": ZeRO(stage=1, recompute=True),
-        "gpt2": FSDP(offload=True, packed=False),
-    }.items():
+    for name, strategy in (
+        ("gemma2", FSDP(recompute=True, micro_tokens=40)),
+        ("gemma2", ZeRO(stage=2, packed=False)),  # windows of padded rows need no mask
+        ("mixtral", ZeRO(stage=1, recompute=True)),
+        ("gpt2", FSDP(offload=True, packed=False)),
+    ):
         args = (processes.name(), strategy, directories(name))
         for part in processes.run(2, tasks.norms, *args):
             assert part == pytest.approx(family(name)[1]["norms"][:1], rel=1e-5)
@@ -63,6 +69,12 @@ def test_ways_to_save_memory_and_16_bits(processes, directories, family):
     args = (processes.name(), strategy, directories("mixtral"))
     for part in processes.run(2, tasks.norms, *args):
         assert part == pytest.approx(family("mixtral")[1]["norms"][:1], rel=0.05)
+
+
+def test_attention_that_is_not_ours_is_refused():
+    model = AutoModelForCausalLM.from_config(config("gpt_oss"), attn_implementation=register_packed_attention())
+    with pytest.raises(ModelError, match="GptOssAttention attends with s_aux, which packed attention"):
+        model(torch.tensor([[3, 4, 5]]), use_cache=False)
 
 
 def test_ranks_may_have_gradients_of_other_parameters(processes, tmp_path):
@@ -140,3 +152,17 @@ def test_a_checkpoint_of_other_tensors_is_refused(directories):
     spec = read_spec(directories("mixtral"), "lm")
     with pytest.raises(CheckpointError, match=r"lacks .* such as"):
         Checkpoint(directories("olmo2")).check(spec)
+
+
+CASES: list[Any] = marked(SHARDED_CASES, QUICK_ON_SHARDS)
+if DEVICE.type == "cuda":  # emulated: all of them would take hours, and these need a convolution that it lacks
+    convolving = ("falcon_mamba", "jamba", "mamba", "qwen3_next", "recurrent_gemma")
+    CASES = sorted(case for case in spread(SHARDED_CASES) if case[0] not in convolving)
+
+
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_it_computes_and_trains_as_transformers_does(processes, family, tmp_path, name, grid):
+    strategy, (path, want) = SHARDED_CASES[name, grid], family(name)
+    parts, spec = assert_trains(processes, strategy, path, want, tmp_path / "saved")
+    if isinstance(strategy, FSDP) and (strategy.tp == 1 or not getattr(spec, "experts", ())):  # tp cuts no experts
+        assert max(part["bytes"] for part in parts) < 0.8 * 4 * spec.num_parameters

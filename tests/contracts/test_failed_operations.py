@@ -58,20 +58,20 @@ def test_a_pass_that_fails_on_all_ranks_leaves_nothing(processes, models, case):
         assert {place: text for place, text in SAID.items() if text not in rank["errors"][place]} == {}, rank["errors"]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
-    ("case", "places"),
+    ("case", "places", "ranks"),
     [
-        *[
-            (case, tasks.PASSES)
-            for case in ("zero-1", "zero-2", "zero-2-offload", "megatron-pp-dp", "megatron-lora-pp-dp")
-        ],
-        *[(case, HEAD) for case in ("fsdp-4", "hsdp-2x2", "lora-2", "zero-3")],
+        *[(case, tasks.PASSES, (1,)) for case in ("zero-1", "zero-2", "zero-2-offload")],
+        *[(case, tasks.PASSES, (3,)) for case in ("megatron-pp-dp", "megatron-lora-pp-dp")],  # of the last stage
+        *[(case, HEAD, (3,)) for case in ("fsdp-4", "hsdp-2x2")],
+        *[(case, HEAD, (1,)) for case in ("lora-2", "zero-3")],
+        *[(case, ("loss",), (0, 1)) for case in ("fsdp-2-tp-2", "megatron-tp-dp")],  # all tensor parallel ranks
     ],
+    ids=str,
 )
-def test_a_pass_that_fails_on_one_rank_fails_on_all_where_it_can_be_ended(processes, models, case, places):
-    last = count(CASES[case][1]) - 1  # of the last stage
-    for rank in run(processes, case, tasks.survives, models["llama", "lm"], places, (last,)):
+def test_a_pass_that_fails_on_one_replica_fails_on_all_where_it_can_be_ended(processes, models, case, places, ranks):
+    for rank in run(processes, case, tasks.survives, models["llama", "lm"], places, ranks):
         assert rank["differs"] == []
         assert {place: SAID[place] for place in places if SAID[place] not in rank["errors"][place]} == {}
 

@@ -5,25 +5,139 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from hybridflow.algorithms.masked import token_column
 from hybridflow.batch.batch import Batch
-from hybridflow.config import FSDP, Megatron, ZeRO
-from hybridflow.engines.fsdp.layout import check
+from hybridflow.config import FSDP, SGD, Adam, LoRA, Megatron, ZeRO
+from hybridflow.engine3d.copy_stream import CopyStream
+from hybridflow.engines.checkpoint.writer import save_checkpoint
+from hybridflow.engines.fsdp.layout import check, state_layout, weights_layout
 from hybridflow.engines.megatron.layout import check as check_megatron
 from hybridflow.engines.micro_batches import Split
 from hybridflow.engines.token_outputs import TokenOutputs
-from hybridflow.errors import BatchError, ModelError
-from hybridflow.models.hf_spec import read_spec
+from hybridflow.errors import BatchError, ConfigError, ModelError
+from hybridflow.models.hf_spec import frozen_tensors, read_spec
 from hybridflow.topology import RankGrid
-from tests.contracts import vision_tasks as tasks
+from tests.contracts.engine_tasks import boxes, build, share
 from tests.contracts.example_models import loss_of, relative, totals_of
+from tests.contracts.rank_processes import World
 from tests.contracts.train_contract import joined, whole
 from tests.vision_models import IMAGE, KINDS, make_rows, make_vision, outputs
+
+LR = 0.05
+
+
+def trained(
+    world: World, name: str, strategy: Any, path: Path, kind: str, target: Path, size: int, counts: Any = None
+) -> dict[str, Any]:
+    """Log-probabilities, gradients of a PPO update, and what is saved after it."""
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0))
+    loss, rows = loss_of("lm"), share(make_rows(kind), engine.grid, world.rank, counts)
+    found: dict[str, Any] = {"log_probs": engine.forward(rows, ("log_probs",))}
+    engine.forward_backward(rows, loss, loss.outputs)
+    found["gradients"] = boxes(engine, engine.gradients())
+    engine.step()
+    save_checkpoint(
+        target, engine.layout(), engine.storage(), like=path, group=engine.context.groups.everyone(), rank=world.rank
+    )
+    found["after"] = engine.forward(rows, ("log_probs",))
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def encoded(world: World, name: str, strategy: Any, path: Path, rows: Batch, size: int) -> dict[str, Any]:
+    """Gradients of a PPO update, how many bytes the image encoder keeps for its backward pass, and its patches."""
+    engine = build(world, name, strategy, size, path, "lm", SGD(lr=LR, clip_grad=0.0))
+    loss, rows = loss_of("lm"), share(rows, engine.grid, world.rank)
+    kept, patches = list[int](), list[int]()
+    tower = engine._shards.model.decoder.visual
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one)
+    tower.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
+    tower.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    tower.register_forward_hook(lambda *_: hooks.__exit__(None, None, None), always_call=True)
+    engine.forward_backward(rows, loss, loss.outputs)
+    found: dict[str, Any] = {"kept": sum(kept), "patches": patches, "gradients": boxes(engine, engine.gradients())}
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def arriving(world: World, name: str, strategy: Any, path: Path, kind: str, size: int) -> list[Tensor]:
+    """Log-probabilities before the parameters left, and with parameters that are copied in as late as they may be: in
+    a stream that does nothing until it is waited for."""
+    engine = build(world, name, strategy, size, path, "lm")
+    rows, queue = share(make_rows(kind), engine.grid, world.rank), list[tuple[Tensor, Tensor]]()
+    found = [engine.forward(rows, ("log_probs",))["log_probs"].values]
+    engine.offload(("parameters",))
+
+    def copy(self: CopyStream, destination: Tensor, source: Tensor) -> None:
+        destination.fill_(0xFF if destination.dtype == torch.uint8 else torch.nan)
+        queue.append((destination, source))
+
+    def run(self: CopyStream, until: int | None = None) -> None:
+        for at in range(len(queue) if until is None else until):
+            destination, source = queue[at]
+            destination.copy_(source)
+
+    late = {"copy": copy, "wait": run, "join": run, "mark": lambda self: len(queue)}
+    with patch.multiple(CopyStream, **late):
+        engine.reload(("parameters",))
+        assert queue
+        found.append(engine.forward(rows, ("log_probs",))["log_probs"].values)
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def values(world: World, name: str, strategy: Any, path: Path, kind: str, size: int) -> Any:
+    engine = build(world, name, strategy, size, path, "value")
+    torch.nn.init.constant_(engine.storage()["score.weight"], 0.1)
+    engine.weights_loaded()
+    rows = share(make_rows(kind), engine.grid, world.rank)
+    found = engine.forward(rows, ("values",))
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def train_frozen(
+    world: World,
+    name: str,
+    strategy: Any,
+    path: Path,
+    kind: str,
+    target: Path,
+    size: int,
+    groups: Any = (),
+    clip: float = 1.0,
+) -> dict[str, Any]:
+    """Two updates with Adam, and what is saved after them: names of gradients, moments and exact weights here."""
+    engine = build(world, name, strategy, size, path, "lm", Adam(lr=0.01, groups=groups, clip_grad=clip))
+    loss, rows = loss_of("lm"), share(make_rows(kind), engine.grid, world.rank)
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        engine.forward_backward(rows, loss, loss.outputs)
+        found["trained"] = {name for name, grad in engine.gradients().items() if grad.abs().max() > 0}
+        engine.step()
+    layout: Any = engine.optimizer_layout()
+    regions = {region.storage: region.box.tensor for region in layout.regions(world.rank)}
+    moments = engine.optimizer_storage()["exp_avg"]
+    assert moments.keys() == regions.keys()
+    found["moments"] = {regions[name] for name, moment in moments.items() if moment.abs().max() > 0}
+    exact, storage = engine.exact_weights()
+    found["exact"] = {region.box.tensor for region in exact.regions(world.rank)}
+    save_checkpoint(target, exact, storage, like=path, group=engine.context.groups.everyone(), rank=world.rank)
+    engine.context.groups.close()
+    engine.close()
+    return found
+
 
 STRATEGIES = {
     "fsdp": (FSDP(micro_tokens=60), 1),
@@ -46,7 +160,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     loss_of("lm")(before, rows, totals_of(rows))[0].backward()
     found["log_probs"] = before["log_probs"].map(torch.detach)
     found["gradients"] = {name: parameter.grad for name, parameter in there.named_parameters()}
-    torch.optim.SGD(there.parameters(), lr=tasks.LR).step()
+    torch.optim.SGD(there.parameters(), lr=LR).step()
     with torch.no_grad():
         found["after"] = outputs(there, rows)["log_probs"]
     return kind, path, found
@@ -57,7 +171,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_it_computes_and_trains_as_transformers_does(processes, model, tmp_path, strategy):
     (kind, path, want), (given, ranks) = model, STRATEGIES[strategy]
     counts = [4, 1] if strategy == "fsdp2" else None  # the second rank has no image at all
-    parts = processes.run(ranks, tasks.trained, processes.name(), given, path, kind, tmp_path / "saved", ranks, counts)
+    parts = processes.run(ranks, trained, processes.name(), given, path, kind, tmp_path / "saved", ranks, counts)
     grid, spec = given.grid(ranks), read_spec(path, "lm")
     for name in ("log_probs", "after"):
         found = joined([part[name] for part in parts], (grid.p, grid.t, grid.d))["log_probs"]
@@ -76,7 +190,7 @@ def test_it_computes_and_trains_as_transformers_does(processes, model, tmp_path,
 def test_the_image_encoder_waits_for_parameters_that_are_copied_in(processes, model, strategy):
     """FSDP gathers it with what is outside of layers, before it computes."""
     kind, path, _ = model
-    [(before, late)] = processes.run(1, tasks.arriving, processes.name(), strategy, path, kind, 1)
+    [(before, late)] = processes.run(1, arriving, processes.name(), strategy, path, kind, 1)
     assert torch.equal(late, before)
 
 
@@ -86,7 +200,7 @@ def test_recomputing_includes_what_encodes_images(processes, model, strategy):
     spec, each = read_spec(path, "lm"), list[dict[str, Any]]()
     for recompute in (False, True):
         given = replace(strategy, recompute=recompute)
-        each += processes.run(1, tasks.encoded, processes.name(), given, path, make_rows(kind), 1)
+        each += processes.run(1, encoded, processes.name(), given, path, make_rows(kind), 1)
     kept, less = each
     assert less["kept"] < 0.8 * kept["kept"]  # patch embedding and merger keep theirs
     gradients = [whole([one["gradients"]], spec.tensors()) for one in each]
@@ -102,7 +216,7 @@ def test_an_image_of_several_rows_is_encoded_once(processes, model, packed):
         own = given[column].map(lambda values: values + torch.linspace(-0.1, 0.1, len(values)))
         given = given.with_columns(**{column: own})
     strategy = FSDP(packed=packed, micro_tokens=1000)
-    (found,) = processes.run(1, tasks.encoded, processes.name(), strategy, path, given, 1)
+    (found,) = processes.run(1, encoded, processes.name(), strategy, path, given, 1)
     assert found["patches"] == [24 + (24 + 8 + 24) + 24]
     there: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     loss_of("lm")(outputs(there, given), given, totals_of(given))[0].backward()
@@ -114,7 +228,7 @@ def test_an_image_of_several_rows_is_encoded_once(processes, model, packed):
 
 def test_a_value_model_reads_images(processes, model):
     kind, path, _ = model
-    (found,) = processes.run(1, tasks.values, processes.name(), FSDP(), path, kind, 1)
+    (found,) = processes.run(1, values, processes.name(), FSDP(), path, kind, 1)
     there: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         want = outputs(there, make_rows(kind), "hidden")["hidden"].values.sum(-1) * 0.1
@@ -158,3 +272,62 @@ def test_rows_whose_images_do_not_fit_are_refused(tmp_path):
     masked = masked.with_columns(response_mask=responses.with_values(drawn != IMAGE))
     with pytest.raises(BatchError, match=r"row 1 .*has 7 tokens of images, image_grid_thw of 24 patches"):
         _checked(masked, spec)  # an observation, whose image is lacking
+
+
+VISION = ("visual",)
+FREEZES = {
+    "fsdp2": (FSDP(micro_tokens=60, freeze=VISION), 2),
+    "tp2": (FSDP(tp=2, micro_tokens=60, freeze=VISION, recompute=True), 2),
+    "zero1": (ZeRO(stage=1, micro_tokens=60, freeze=VISION), 2),
+    "zero2": (ZeRO(stage=2, micro_tokens=60, freeze=VISION), 2),
+    "zero2-bf16": (ZeRO(stage=2, micro_tokens=60, freeze=VISION, dtype="bfloat16"), 2),
+    "zero3": (ZeRO(stage=3, micro_tokens=60, freeze=VISION), 2),
+}
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("strategy", FREEZES)
+def test_a_frozen_tower_has_no_state_and_stays(processes, model, tmp_path, strategy):
+    (kind, path, _), (given, ranks) = model, FREEZES[strategy]
+    parts = processes.run(ranks, train_frozen, processes.name(), given, path, kind, tmp_path / "saved", ranks)
+    spec = read_spec(path, "lm")
+    frozen = {name for name in spec.tensors() if "visual" in name}
+    assert frozen
+    joined = {key: set().union(*(part[key] for part in parts)) for key in parts[0]}
+    assert joined["trained"] == joined["moments"] == spec.tensors().keys() - frozen
+    assert joined["exact"] == spec.tensors().keys()
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(at, dtype=torch.float32).state_dict()
+        for at in (path, tmp_path / "saved")
+    )
+    kept = torch.bfloat16 if given.dtype else torch.float32  # of weights without main parameters
+    changed = {name for name in before if not torch.equal(before[name].to(kept), after[name].to(kept))}
+    assert changed == {name for name in before if "visual" not in name}
+
+
+def test_the_rest_trains_as_with_a_rate_of_zero(processes, model, tmp_path):
+    kind, path, _ = model
+    losses = []
+    for at, given in enumerate((FSDP(micro_tokens=60, freeze=VISION), FSDP(micro_tokens=60))):
+        groups = {} if at == 0 else {"visual": 0.0}
+        target = tmp_path / f"{at}"
+        processes.run(2, train_frozen, processes.name(), given, path, kind, target, 2, groups, 0.0)
+        losses.append(AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32).state_dict())
+    for name, value in losses[0].items():
+        assert torch.allclose(value, losses[1][name], atol=1e-6), name
+
+
+def test_patterns_are_checked(model):
+    _, path, _ = model
+    spec = read_spec(path, "lm")
+    with pytest.raises(ConfigError, match=r"FSDP\(freeze=\('visuel',\)\): no tensor has 'visuel' in the name. Did you"):
+        frozen_tensors(FSDP(freeze=("visuel",)), spec)
+    with pytest.raises(ConfigError, match=r"ZeRO\(freeze=\('\*',\)\): all tensors have"):
+        frozen_tensors(ZeRO(stage=2, freeze=("*",)), spec)
+    with pytest.raises(ConfigError, match="parts of the names of parameters"):
+        FSDP(freeze="visual")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="with adapters all weights are frozen already"):
+        FSDP(freeze=VISION, lora=LoRA(rank=4))
+    strategy = FSDP(tp=2, freeze=VISION)
+    weights, state = (of(strategy, spec, strategy.grid(4)) for of in (weights_layout, state_layout))
+    assert {*state.tensors} == {name for name in weights.tensors if "visual" not in name}

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridflow.config import FSDP, SGD, LoRA
 from hybridflow.engines.lora.targets import adapter_tensors, module_names, modules
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, read_spec
-from tests.contracts import lora_tasks as tasks
 from tests.contracts.any_model_tasks import reference, tensors
 from tests.contracts.example_models import VOCABULARY, load_model, loss_of, make_batch, relative, totals_of
 from tests.contracts.family_cases import MEGATRON_CASES, spread
+from tests.contracts.test_lora_training import updates
 from tests.contracts.train_contract import whole
 
 RANK, ALPHA, LR, STEPS = 2, 3, 0.05, 2
@@ -123,7 +123,7 @@ def assert_trains(processes, strategy: Any, size: int, path: Path, adapters: Pat
     lora, spec = LoRA(rank=RANK, alpha=ALPHA, start=str(adapters)), read_spec(path, "lm")
     save.mkdir()
     args = (processes.name(), replace(strategy, lora=lora), size, path, "lm", SGD(lr=LR, clip_grad=0.0), STEPS, save)
-    found, want = processes.run(size, tasks.updates, *args), by_equation(path, adapters, spec)
+    found, want = processes.run(size, updates, *args), by_equation(path, adapters, spec)
     assert found[0]["norms"] == pytest.approx(want["norms"], rel=1e-5)
     trained = whole([part["adapters"] for part in found], adapter_tensors(spec, lora))
     assert relative(trained, want["adapters"]) < 1e-5

@@ -15,11 +15,117 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridflow.config import FSDP, SGD, Adam, LoRA, Megatron
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.checkpoint.writer import save_checkpoint, saved_dtypes
 from hybridflow.engines.lora.adapters import read_config
 from hybridflow.engines.lora.targets import trained_tensors
-from tests.contracts import lora_tasks as tasks
+from hybridflow.models.hf_spec import read_spec
+from tests.contracts.engine_tasks import _sum_of_log_probs, boxes, build, share
 from tests.contracts.example_models import load_model, loss_of, make_batch, reference, relative, spec_of, totals_of
+from tests.contracts.rank_processes import World
 from tests.contracts.train_contract import OPTIMIZERS, Sizes, count, joined, values_of, whole
+
+
+def updates(
+    world: World, name: str, strategy: Any, size: int, path: Path, head: str, optimizer: Any, steps: int, save: Path
+) -> dict[str, Any]:
+    """Updates of adapters: gradients of the first, norms, adapters and merged weights after them, bytes, and both kinds
+    of saved directories."""
+    spec = read_spec(path, head)  # type: ignore[arg-type]
+    engine = build(world, name, strategy, size, path, head, optimizer, spec)
+    adapters, loss = engine.adapters, loss_of(head)
+    found: dict[str, Any] = {"norms": []}
+    regions = engine.layout().regions(engine.context.rank)
+    names = {region.storage for region in regions if region.box.tensor != "score.weight"}
+    frozen = {key: engine.storage()[key].clone() for key in names}
+    for step in range(steps):
+        engine.forward_backward(share(make_batch(seed=step), engine.grid, world.rank), loss, loss.outputs)
+        if step == 0:
+            found["gradients"] = boxes(engine, engine.gradients(), adapters.layout)
+        found["gradient_bytes"] = sum(grad.nbytes for grad in engine.gradients().values())
+        found["norms"].append(engine.step()["grad_norm"])
+    found["adapters"] = boxes(engine, adapters.storage, adapters.layout)
+    found["state_bytes"] = {k: sum(t.nbytes for t in kind.values()) for k, kind in engine.optimizer_storage().items()}
+    assert all(engine.storage()[key].equal(frozen[key]) for key in names), "the frozen model was trained"
+    adapters.merge()
+    adapters.merge()  # does nothing
+    found["merged"] = boxes(engine, engine.storage())
+    everyone = engine.context.groups.everyone()
+    if save.name:
+        (layout, storage), known = engine.exact_weights(), Checkpoint(path).dtypes(spec.tensors())
+        who = {"group": everyone, "rank": world.rank}
+        save_checkpoint(save / "whole", layout, storage, like=path, dtypes=saved_dtypes(known, None), **who)
+    adapters.restore()
+    assert all(engine.storage()[key].equal(frozen[key]) for key in names), "restored to other bits"
+    adapters.save(save / "adapters", path)
+    adapters.save(save / "adapters", path)  # in the place of what is there
+    engine.context.groups.close()
+    return found
+
+
+def outputs(world: World, name: str, strategy: Any, size: int, path: Path, head: str, disabled: bool) -> Any:
+    """Outputs of this rank's rows; with `disabled` those of the model without its adapters."""
+    engine = build(world, name, strategy, size, path, head)
+    rows, names = share(make_batch(), engine.grid, world.rank), ("values",) if head == "value" else ("log_probs",)
+    if disabled:
+        with engine.adapters.disabled():
+            engine.forward(rows, names)
+        adapted = engine.forward(rows, names)
+        with engine.adapters.disabled():
+            found = engine.forward(rows, names)
+        if adapted is not None:
+            values = adapted[names[0]].values
+            assert not values.equal(found[names[0]].values) or not len(values)
+    else:
+        found = engine.forward(rows, names)
+    engine.context.groups.close()
+    return found
+
+
+def in_parts(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> bool:
+    """A step part by part updates what a step in one go does, bit for bit."""
+    loss, found = loss_of("lm"), []
+    for parts in (False, True):
+        engine = build(world, f"{name}-{parts}", strategy, size, path, "lm", optimizer)
+        for seed in range(2):
+            engine.forward_backward(share(make_batch(seed=seed), engine.grid, world.rank), loss, loss.outputs)
+            if parts:
+                assert list(engine.step_parts()) == list(range(len(engine.step_groups())))
+            else:
+                engine.step()
+        found.append({key: tensor.clone() for key, tensor in engine.adapters.storage.items()})
+        engine.context.groups.close()
+    return all(found[0][key].equal(found[1][key]) for key in found[0])
+
+
+def sixteen_bits(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, Any]:
+    """Dtypes of a model with adapters, and its first gradient norm under a loss without the jumps of clipping."""
+    engine = build(world, name, strategy, size, path, "lm", optimizer)
+    rows = share(make_batch(), engine.grid, world.rank)
+    engine.forward_backward(rows, _sum_of_log_probs, ("log_probs",))
+    norm = engine.step()["grad_norm"]
+    kinds = {tensor.dtype for tensor in engine.storage().values()}, {t.dtype for t in engine.adapters.storage.values()}
+    before = {key: tensor.clone() for key, tensor in engine.storage().items()}
+    engine.adapters.merge()
+    changed = any(not torch.equal(before[key], tensor) for key, tensor in engine.storage().items())
+    engine.adapters.restore()
+    same = all(torch.equal(before[key], tensor) for key, tensor in engine.storage().items())
+    engine.context.groups.close()
+    return {"norm": norm, "kinds": kinds, "changed": changed, "same": same}
+
+
+def dropped_out(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> list[float]:
+    """Gradient norms of two passes over the same rows, with random numbers from one seed."""
+    engine, norms = build(world, name, strategy, size, path, "lm", optimizer), []
+    torch.manual_seed(5)
+    for _ in range(2):
+        engine.forward_backward(make_batch(), _sum_of_log_probs, ("log_probs",))
+        norms.append(sum(float(grad.square().sum()) for grad in engine.gradients().values()))
+        engine._optimizer.zero_grad()
+        engine._gradients = "zero"
+    engine.context.groups.close()
+    return norms
+
 
 SMALL: dict[str, Any] = {"micro_tokens": 48}
 CASES: dict[str, tuple[Any, Sizes]] = {
@@ -131,7 +237,7 @@ def test_updates_are_those_of_peft(processes, models, starts, expected, tmp_path
         strategy, save = replace(strategy, lora=lora(starts[key])), tmp_path / head
         save.mkdir()
         args = (processes.name(), strategy, size, path, head, OPTIMIZERS[kind][0], STEPS, save)
-        found = processes.run(size, tasks.updates, *args)
+        found = processes.run(size, updates, *args)
         shapes = trained_tensors(spec_of(path, head), lora(None))
         assert found[0]["norms"] == pytest.approx(oracle["norms"], rel=1e-5)
         assert relative(whole([part["gradients"] for part in found], shapes), oracle["gradients"]) < 1e-5
@@ -176,7 +282,7 @@ def test_families_cut_as_megatron_cuts_them(processes, models, tmp_path, model, 
     adapters = lora(start, targets=targets)
     strategy = Megatron(tp=tp, sequence_parallel=model != "qwen2", recompute=model == "mistral", lora=adapters, **SMALL)
     args = (processes.name(), strategy, tp, path, "lm", OPTIMIZERS["adam"][0], 2, tmp_path)
-    found = processes.run(tp, tasks.updates, *args)
+    found = processes.run(tp, updates, *args)
     shapes = trained_tensors(spec_of(path), adapters)
     assert found[0]["norms"] == pytest.approx(oracle["norms"], rel=1e-5)
     assert relative(whole([part["gradients"] for part in found], shapes), oracle["gradients"]) < 1e-5
@@ -196,7 +302,7 @@ def test_a_merged_save_is_the_model_and_its_adapters(processes, models, starts, 
     key, path = KEYS[0], tmp_path / "model"
     load_model(models[key]).to(getattr(torch, files)).save_pretrained(path)
     trains = replace(strategy, dtype=computes, lora=lora(starts[key]))
-    processes.run(2, tasks.updates, processes.name(), trains, 2, path, "lm", SGD(lr=0.0), 0, tmp_path)
+    processes.run(2, updates, processes.name(), trains, 2, path, "lm", SGD(lr=0.0), 0, tmp_path)
     before, found = (load_file(one / "model.safetensors") for one in (path, tmp_path / "whole"))
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
     adapters, changed = load_file(starts[key] / "adapter_model.safetensors"), 0
@@ -221,7 +327,7 @@ def test_only_what_is_trained_has_gradients_and_optimizer_state(processes, model
     for (model, head), path in ((key, models[key]) for key in KEYS):
         strategy = replace(strategy, lora=lora(starts[model, head]))
         args = (processes.name(), strategy, size, path, head, Adam(lr=0.01), 1, tmp_path)
-        found = processes.run(size, tasks.updates, *args)
+        found = processes.run(size, updates, *args)
         copies = strategy.replicate
         shapes = trained_tensors(spec_of(path, head), lora(None))
         nbytes = 4 * copies * sum(math.prod(shape) for shape in shapes.values())
@@ -238,7 +344,7 @@ def test_outputs_with_adapters_and_without(processes, models, starts, name, disa
     for key in KEYS:
         (_, head), path = key, models[key]
         strategy = replace(strategy, lora=lora(starts[key]))
-        parts = processes.run(4, tasks.outputs, processes.name(), strategy, 4, path, head, disabled)
+        parts = processes.run(4, outputs, processes.name(), strategy, 4, path, head, disabled)
         output = "values" if head == "value" else "log_probs"
         with torch.no_grad():
             model = peft_model(path, head, starts[key])
@@ -255,7 +361,7 @@ def test_new_adapters_change_nothing_and_do_not_depend_on_the_split(processes, m
     for name in ("fsdp-1", "fsdp-4", "hsdp-2x2", "megatron-p2t2", "megatron-d3"):
         strategy, size = replace(CASES[name][0], lora=LoRA(rank=RANK)), count(CASES[name][1])
         args = (processes.name(), strategy, size, path, "lm", SGD(lr=0.0), 0, tmp_path)
-        parts = processes.run(size, tasks.updates, *args)
+        parts = processes.run(size, updates, *args)
         adapters = whole([p["adapters"] for p in parts], trained_tensors(spec_of(path), LoRA(rank=RANK)))
         merged = whole([part["merged"] for part in parts], spec_of(path).tensors())
         assert all(tensor.equal(merged[name]) for name, tensor in load_model(path).named_parameters())
@@ -269,7 +375,7 @@ def test_new_adapters_change_nothing_and_do_not_depend_on_the_split(processes, m
 def test_a_step_in_parts_is_the_step_in_one_go(processes, models, name):
     strategy = replace(CASES[name][0], lora=LoRA(rank=RANK))
     args = (processes.name(), strategy, 4, models["qwen3-tied", "lm"], OPTIMIZERS["adam"][0])
-    assert all(processes.run(4, tasks.in_parts, *args))
+    assert all(processes.run(4, in_parts, *args))
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -279,7 +385,7 @@ def test_a_frozen_model_is_kept_in_16_bits_and_its_adapters_in_float32(processes
     for dtype in ("float32", "bfloat16"):
         strategy = replace(CASES[name][0], dtype=dtype, lora=lora(starts[key]))
         args = (processes.name(), strategy, 4, models[key], OPTIMIZERS["adam"][0])
-        found = processes.run(4, tasks.sixteen_bits, *args)
+        found = processes.run(4, sixteen_bits, *args)
         norms.append(found[0]["norm"])
         for part in found:
             assert part["kinds"] == ({getattr(torch, dtype)}, {torch.float32})
@@ -294,6 +400,6 @@ def test_dropout_is_drawn_alike_when_activations_are_computed_again(processes, m
     for recompute in (False, True):
         strategy = backend(recompute=recompute, lora=lora(starts[KEYS[0]], dropout=0.5), **SMALL)
         args = (processes.name(), strategy, 1, path, OPTIMIZERS["sgd"][0])
-        found.append(processes.run(1, tasks.dropped_out, *args)[0])
+        found.append(processes.run(1, dropped_out, *args)[0])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert len(set(found[0])) == 2, "dropout has to differ from pass to pass"

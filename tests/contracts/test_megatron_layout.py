@@ -1,8 +1,9 @@
-"""Megatron's layout as a pure value: every canonical number has a place."""
+"""Layouts of Megatron, of units and of their optimizer state as pure values: every canonical number has a place."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Region
 from hybridflow.engines.megatron.layout import check, megatron_layout, padded_vocab, stages, state_layout, units
+from hybridflow.engines.units import ALIGNMENT, optimizer_layout, parameter_layout, step_groups, whole_units
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.models.spec import ModelSpec
@@ -216,3 +218,71 @@ def test_experts_need_a_model_that_has_some():
         Megatron(ep=3, dp=2).grid(2)
     with pytest.raises(PlacementError, match="a grid of its own with ep=1"):
         check(Megatron(ep=2, dp=2), TransformersSpec.of(MOE), RankGrid(d=2))
+
+
+# Units and their state
+
+
+def _index(region: Any) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_ranks_own_every_element_once_and_equally_much(case):
+    spec, grid = case
+    ranks, tensors = grid.t * grid.d, spec.tensors()
+    owners = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in tensors.items()}
+    layout, cut = optimizer_layout(tensors, ranks), whole_units(tensors)
+    for rank in range(ranks):
+        owned = {name: span for unit in cut for name, span in unit.owned(ranks, rank).items()}
+        stored = {name: torch.zeros(stop - start, dtype=torch.int8) for name, (start, stop) in owned.items()}
+        for region in layout.regions(rank):
+            owners[region.box.tensor][_index(region)] += 1
+            region.view(stored[region.storage]).add_(1)
+        assert all(bool((flat == 1).all()) for flat in stored.values()), "regions overlap or leave gaps in storage"
+    assert all(bool((tensor == 1).all()) for tensor in owners.values())
+    padding = sum(ranks * unit.share(ranks) for unit in cut) - spec.num_parameters
+    assert 0 <= padding <= len(tensors) * ALIGNMENT + len(cut) * ranks * ALIGNMENT
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_data_parallel_ranks_share_the_state_of_what_they_hold_together(case):
+    """Every element of a rank's parameters has state on exactly one of its data parallel ranks, stored once."""
+    spec, grid = case
+    parameters, state = megatron_layout(spec, grid), state_layout(Megatron(), spec, grid)
+    for first in grid.ranks(d=0):
+        held = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in spec.tensors().items()}
+        for region in parameters.regions(first):
+            held[region.box.tensor][_index(region)] -= 1
+        for rank in grid.group(first, "d"):
+            stored: dict[str, Any] = {}
+            for region in state.regions(rank):
+                held[region.box.tensor][_index(region)] += 1
+                flat = stored.setdefault(region.storage, torch.zeros(1 << 16, dtype=torch.int8))
+                region.view(flat).add_(1)
+            assert all(int(flat.max()) == 1 for flat in stored.values()), "two regions overlap in storage"
+        assert all(not tensor.any() for tensor in held.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_parts_of_a_step_cover_the_model_once_and_are_units_of_every_stage(case):
+    spec, grid = case
+    tensors = spec.tensors()
+    assert [name for unit in whole_units(tensors) for name in unit.parameters] == list(tensors)
+    for parts in (step_groups(tensors), step_groups(tensors, stages(spec.layers, grid.p))):
+        assert sorted(name for part in parts for name in part) == sorted(tensors)
+    assert all(any(unit.parameters.keys() <= part for part in step_groups(tensors)) for unit in whole_units(tensors))
+    layout = megatron_layout(spec, grid)
+    for rank in range(grid.size):
+        part_of = {n: unit.part for unit in units(spec, grid, rank) for n in unit.parameters}
+        assert all(region.box.tensor in parts[part_of[region.storage]] for region in layout.regions(rank))
+
+
+def test_a_layout_of_parameters_holds_everything_everywhere():
+    layout = parameter_layout({"w": (3, 4), "b": (3,)}, 5)
+    assert all([r.box.numel for r in layout.regions(rank)] == [12, 3] for rank in range(5))
+    assert layout.part is not None
+    assert len({layout.part(rank) for rank in range(5)}) == 1

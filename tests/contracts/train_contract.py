@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.ragged import Ragged
-from hybridflow.config import SGD, Adam, TrainStrategy
+from hybridflow.config import SGD, Adam, Megatron, TrainStrategy
 from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.models.spec import Head
 from tests.contracts import any_model_tasks, state_tasks
@@ -24,6 +24,8 @@ from tests.contracts.example_models import load_model, relative, spec_of
 from tests.contracts.rank_processes import RankProcesses
 
 Sizes = tuple[int, int, int]
+Case = tuple[TrainStrategy, Sizes]
+SMALL: dict[str, Any] = {"micro_tokens": 48}  # several micro-batches
 Key = tuple[str, str]
 """Name and head of a model."""
 UPDATES = 2
@@ -43,6 +45,11 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 
 def count(sizes: Sizes) -> int:
     return sizes[0] * sizes[1] * sizes[2]
+
+
+def megatron(sizes: Sizes, **settings: Any) -> Megatron:
+    p, t, d = sizes
+    return Megatron(pp=p, tp=t, dp=d, **{**SMALL, **settings})
 
 
 def joined(parts: list[dict[str, Any] | None], sizes: Sizes) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Emulated CUDA finds device mistakes: one is planted in each test, beside the correct form."""
+"""Emulated CUDA finds device mistakes: one is planted in each test, beside the correct form. It captures graphs, which
+compute nothing until they are replayed, and maps memory behind one address range (expandable segments), as devices do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.conftest import OneRank
-from tests.gpu.host_syncs import host_syncs
+from tests.gpu.test_host_syncs import host_syncs
 
 pytestmark = pytest.mark.gpu
 SIZE = 1 << 16
@@ -223,3 +225,203 @@ def test_conjugates_that_nothing_has_computed_yet_are_read_as_such():
         found.append(x.grad)
     assert found[0] is not None
     assert found[0].equal(found[1].cpu())
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    run()  # whatever the first call prepares
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+def test_a_replay_computes_with_the_values_of_now():
+    x, weight = torch.ones(4, 8, device="cuda"), torch.randn(8, 8, device="cuda")
+    graph, out = captured(lambda: torch.softmax(x @ weight, -1).sum(0))
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        assert torch.allclose(out, torch.softmax(x @ weight, -1).sum(0))
+
+
+def test_a_capture_leaves_memory_as_it_was():
+    x = torch.zeros(4, device="cuda")
+    graph, _ = captured(lambda: x.add_(1))
+    assert x.tolist() == [1.0] * 4  # of the call before the capture
+    graph.replay()
+    graph.replay()
+    assert x.tolist() == [3.0] * 4
+
+
+def test_results_of_a_capture_are_not_there_before_a_replay():
+    x = torch.ones(4, device="cuda")
+    graph, out = captured(lambda: x * 5)
+    assert out.tolist() != [5.0] * 4
+    graph.replay()
+    assert out.tolist() == [5.0] * 4
+
+
+def test_a_graph_of_two_streams():
+    x, side = torch.ones(1 << 16, device="cuda"), torch.cuda.Stream()
+
+    def run() -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        z = x * 3
+        torch.cuda.current_stream().wait_stream(side)
+        return y + z
+
+    graph, out = captured(run)
+    x.fill_(2)
+    graph.replay()
+    assert float(out[0]) == 10
+
+
+def test_graphs_share_a_pool():
+    x, pool = torch.ones(1 << 20, device="cuda"), torch.cuda.graph_pool_handle()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph, pool=pool):
+            out = (x + 1) * 2
+        del out
+    before = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = (x + 1) * 2
+    graph.replay()
+    assert float(out[0]) == 4
+    assert torch.cuda.memory_reserved() == before
+
+
+def test_copies_and_random_numbers():
+    pinned = torch.ones(8, pin_memory=True)
+    graph, out = captured(lambda: pinned.to("cuda", non_blocking=True) + torch.rand(8, device="cuda"))
+    pinned.fill_(10)
+    values = []
+    for _ in range(2):
+        graph.replay()
+        values.append(out.tolist())
+    assert values[0] != values[1]
+    assert all(10 <= value < 11 for value in values[1])
+
+
+def test_a_collective(alone: OneRank):
+    x = torch.ones(8, device="cuda")
+
+    def run() -> Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    graph, out = captured(run)
+    x.fill_(4)
+    graph.replay()
+    assert out.tolist() == [9.0] * 8
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: torch.cuda.current_stream().synchronize()],
+    ids=["item", "nonzero", "synchronize"],
+)
+def test_a_wait_of_the_host_ends_a_capture(wait: Callable[[Tensor], object]):
+    x, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(graph):  # noqa: PT012
+        x * 2
+        wait(x)
+    torch.cuda.synchronize()
+    assert float((x * 2)[0]) == 2
+
+
+def test_a_stream_that_does_not_come_back():
+    x, side, graph = torch.ones(8, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="unjoined"), torch.cuda.graph(graph):  # noqa: PT012
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x * 2
+    torch.cuda.synchronize()
+
+
+def test_replays_are_ordered_with_other_streams(expected_faults: Callable[[], list[str]]):
+    x, side = torch.ones(1 << 16, device="cuda"), torch.cuda.Stream()
+    graph, _ = captured(lambda: x.mul_(2))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        graph.replay()
+    torch.cuda.current_stream().wait_stream(side)
+    x += 1
+    torch.cuda.synchronize()
+    assert not expected_faults()
+    with torch.cuda.stream(side):
+        graph.replay()
+    x += 1
+    torch.cuda.synchronize()
+    assert any(fault.startswith("race") for fault in expected_faults())
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def expandable() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    yield
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def full(mib: int, value: int) -> torch.Tensor:
+    return torch.full((mib * MIB,), value, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.usefixtures("expandable")
+def test_freed_neighbours_hold_a_larger_tensor():
+    """Which fixed segments cannot: each tensor had one of its own."""
+    before = torch.cuda.memory_reserved()
+    parts = [full(20, value) for value in range(8)]
+    reserved = torch.cuda.memory_reserved()
+    del parts[2:6]
+    large = full(80, 9)
+    assert torch.cuda.memory_reserved() == reserved
+    assert [int(part.max()) for part in parts] == [0, 1, 6, 7]
+    assert [int(part.min()) for part in parts] == [0, 1, 6, 7]
+    assert int(large.min()) == 9
+    del parts, large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+
+@pytest.mark.usefixtures("expandable")
+def test_memory_goes_back_to_the_device_and_comes_again():
+    free = torch.cuda.mem_get_info()[0]
+    for value in range(3):
+        part = full(100, value)
+        assert int(part.max()) == value
+        assert torch.cuda.mem_get_info()[0] <= free - 100 * MIB
+        del part
+        torch.cuda.empty_cache()
+        assert torch.cuda.mem_get_info()[0] == free
+
+
+@pytest.mark.usefixtures("expandable")
+def test_too_little_memory_is_reported():
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(torch.cuda.mem_get_info()[1] + 1, dtype=torch.uint8, device="cuda")
+    assert int(full(20, 3).max()) == 3
+
+
+@pytest.mark.usefixtures("expandable")
+def test_streams_share_segments_in_order():
+    side = torch.cuda.Stream()
+    x = full(40, 1)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    x.record_stream(side)
+    del x
+    torch.cuda.current_stream().wait_stream(side)
+    assert int((y + full(40, 1)).max()) == 3
+    torch.cuda.synchronize()

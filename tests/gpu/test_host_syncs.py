@@ -3,12 +3,15 @@
 An update is one mini-batch of `forward_backward` and a `step`. It waits for what was found not to be finite, for the
 metrics and for the norm of the gradients; with stage 1 and `offload` for the gradients, which travel in the step. (With
 others they have travelled in the backward pass, and the host has waited for that before.) No call waits for a
-micro-batch.
-"""
+micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +25,45 @@ from hybridflow.engines.contract import TrainState
 from tests.contracts import engine_tasks as tasks
 from tests.contracts.example_models import loss_of, make_batch, make_model
 from tests.gpu.conftest import OneRank
-from tests.gpu.host_syncs import HostSyncs, host_syncs
+
+
+@dataclass(slots=True)
+class HostSyncs:
+    """What a block of code made the host wait for."""
+
+    by_place: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(kind, place) -> number. Place: "hybridflow/file.py:line < its caller", or "elsewhere" (no Python frame)."""
+    counted: bool = False
+    """Whether the device counts."""
+
+    @property
+    def total(self) -> int:
+        """Waits: synchronisations, blocking copies, copies to pageable memory, operators with sizes of data.
+
+        A copy from pageable memory ("pageable copy") waits only where a "synchronize" beside it says so.
+        """
+        return sum(number for (kind, _), number in self.by_place.items() if kind != "pageable copy")
+
+    def __str__(self) -> str:
+        lines = (f"{number:4d}  {kind:25s} {place}" for (kind, place), number in self.by_place.most_common())
+        return "\n".join(lines) or "none"
+
+
+@contextlib.contextmanager
+def host_syncs() -> Iterator[HostSyncs]:
+    """`with host_syncs() as found:` fills `found` when the block ends; all threads of this process count."""
+    syncs = HostSyncs()
+    emulation = sys.modules.get("tests.emulated_cuda.findings")
+    if emulation is None:
+        yield syncs
+        return
+    before = Counter(emulation.found)
+    yield syncs
+    syncs.counted = True
+    for (kind, _, place), number in (Counter(emulation.found) - before).items():
+        if kind in emulation.WAITS:
+            syncs.by_place[kind, place] += number
+
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"micro_tokens": 48, "dtype": "bfloat16"}

@@ -22,8 +22,8 @@ from tests.contracts.engine_tasks import build
 from tests.contracts.example_models import loss_of, make_batch, make_model
 from tests.contracts.rank_processes import World
 from tests.example_layouts import SPEC, whole
-from tests.gpu import nccl_ranks
 from tests.gpu.conftest import DEVICE, OneRank
+from tests.gpu.test_nccl_order import run
 from tests.integration.transfer_pairs import values_of
 
 pytestmark = pytest.mark.gpu
@@ -207,7 +207,7 @@ def pipeline_without_waits(rank: int, store: dist.Store, groups: list[dist.Proce
 @pytest.mark.parametrize("task", [pipeline, pipeline_without_waits])
 def test_stages_wait_for_their_messages(world: OneRank, expected_faults: Faults, model: Path, task):
     """And for no more than these: each rank ends, with the norm of a model of one stage."""
-    found = nccl_ranks.run(task, values={"folder": str(model)})
+    found = run(task, values={"folder": str(model)})
     check(expected_faults, removes=task is pipeline_without_waits)
     if task is pipeline_without_waits:
         return

@@ -37,12 +37,12 @@ hf.shutdown()
 """
 
 
-def run(program: str, *arguments: str, **environment: str) -> Any:
-    """The last line that the program prints, as JSON."""
+def printed(*arguments: str, **environment: str) -> str:
+    """By Python with these arguments."""
     known = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RAY_ADDRESS")}
     paths = os.pathsep.join([*sys.path, os.getcwd()])
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, *arguments],
         env={**known, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
@@ -50,7 +50,12 @@ def run(program: str, *arguments: str, **environment: str) -> Any:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def run(program: str, *arguments: str, **environment: str) -> Any:
+    """The last line that the program prints, as JSON."""
+    return json.loads(printed("-c", program, *arguments, **environment).splitlines()[-1])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
@@ -99,15 +104,6 @@ def test_groups_that_the_device_cannot_hold_are_refused_when_they_are_placed(tmp
 
 def test_the_self_test_of_doctor():
     """Two engines that capture graphs, one after the other, cut over two devices where there are two."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "hybridflow.cli.self_test"],
-        env={**environment, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = printed("-m", "hybridflow.cli.self_test")
     devices = min(2, torch.cuda.device_count())
-    assert f"three iterations of GRPO and two engines on {devices} device" in done.stdout
+    assert f"three iterations of GRPO and two engines on {devices} device" in said

@@ -136,9 +136,7 @@ def outward(cluster) -> Callable[[], list[str]]:
     return outward
 
 
-@pytest.fixture
-def place(cluster) -> Iterator[Any]:
-    """`hf.place` whose groups are closed after the test."""
+def _placing(cluster) -> Iterator[Any]:
     placed = []
 
     def place(worker_class: type, pool: hf.ResourcePool, **settings: Any) -> hf.WorkerGroup:
@@ -149,3 +147,10 @@ def place(cluster) -> Iterator[Any]:
     yield place
     for group in placed:
         group.close()
+
+
+place = pytest.fixture(_placing, name="place")
+"""`hf.place` whose groups are closed after the test."""
+
+keep = pytest.fixture(_placing, name="keep", scope="module")
+"""`hf.place` whose groups are closed after the last test of the file."""

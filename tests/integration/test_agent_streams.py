@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,14 @@ def chat(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def actor(pool, chat) -> Iterator[hf.WorkerGroup]:
-    group = hf.ActorWorker.on(pool[0:1], model=chat, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
-    yield group
-    group.close()
+def actor(keep, pool, chat) -> hf.WorkerGroup:
+    return keep(hf.ActorWorker, pool[0:1], model=chat, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
 
 
 @pytest.fixture(scope="module")
-def rollout(pool, chat) -> Iterator[hf.WorkerGroup]:
+def rollout(keep, pool, chat) -> hf.WorkerGroup:
     """Two replicas."""
-    group = hf.RolloutWorker.on(pool[2:4], name="agents", model=chat, generate=hf.VLLM(sampling=SAMPLING))
-    yield group
-    group.close()
+    return keep(hf.RolloutWorker, pool[2:4], name="agents", model=chat, generate=hf.VLLM(sampling=SAMPLING))
 
 
 def loader(steps: int) -> hf.PromptLoader:
@@ -126,21 +121,18 @@ def log_probs_are_those_of(rows: hf.Batch, version: int) -> int:
     return checked
 
 
-def test_an_actor_that_generates_goes_on_after_its_update(pool, chat):
+def test_an_actor_that_generates_goes_on_after_its_update(place, pool, chat):
     generate = hf.VLLM(sampling=SAMPLING)
     optim = hf.SGD(lr=0.5)
-    own = hf.ActorWorker.on(pool[1:2], name="own", model=chat, train=hf.FSDP(), optim=optim, generate=generate)
+    own = place(hf.ActorWorker, pool[1:2], name="own", model=chat, train=hf.FSDP(), optim=optim, generate=generate)
     settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": 1, "call_seconds": 0.01, **WAYS["environment"]}
-    try:
-        seen, newest = [], 0
-        for number, batch in enumerate(hf.stream(loader(3), own, **settings)):
-            rows = train(batch, own)
-            seen += whole(rows)
-            newest += log_probs_are_those_of(rows, number)
-        assert sorted(seen) == list(range(12))
-        assert newest
-    finally:
-        own.close()
+    seen, newest = [], 0
+    for number, batch in enumerate(hf.stream(loader(3), own, **settings)):
+        rows = train(batch, own)
+        seen += whole(rows)
+        newest += log_probs_are_those_of(rows, number)
+    assert sorted(seen) == list(range(12))
+    assert newest
 
 
 def text_of(group: int) -> str:
@@ -230,37 +222,34 @@ def test_groups_that_would_be_too_old_are_given_up(actor, rollout):
     assert len(seen) + stream.metrics()["stream/dropped"] <= 20
 
 
-def test_a_session_of_a_replica_of_two_ranks(hosts, chat):
+def test_a_session_of_a_replica_of_two_ranks(place, hosts, chat):
     """Calls of a session that end before its trajectories, an evaluation between them, and what is refused."""
-    group = hf.RolloutWorker.on(hosts[4:6], name="both", model=chat, generate=hf.VLLM(tp=2, sampling=SAMPLING))
+    group = place(hf.RolloutWorker, hosts[4:6], name="both", model=chat, generate=hf.VLLM(tp=2, sampling=SAMPLING))
     prompts = next(iter(loader(1).drawn()))
-    try:
-        wanted = group.generate_sequences(prompts, n=2, **WAYS["environment"]).get()
-        found = [group.advance_rows(prompts, until=hf.Until(seconds=0.001), n=2, replica=0, **WAYS["environment"])]
-        evaluated = group.generate_sequences(prompts, n=2, **WAYS["environment"]).get()
-        assert evaluated["response_ids"].tolist() == wanted["response_ids"].tolist()
-        with pytest.raises(WorkerError, match="trajectories under way"):
-            group.advance_rows(prompts, until=hf.Until(rows=1), replica=0).get()
-        with pytest.raises(WorkerError, match="trajectories under way"):
-            group.advance_rows(until=hf.Until(rows=1), replica=0, environment=Unsteady).get()
-        kept = group.withdraw_rows(replica=0, keep=True).get()
-        assert kept
-        assert set(kept[0]) == {"row_id", "index"}
-        for _ in range(100):
-            found.append(group.advance_rows(until=hf.Until(rows=1), n=2, replica=0, **WAYS["environment"]))
-            if sum(one.get().rows for one in found) == 8:
-                break
-        rows: dict[int, list[int]] = {}
-        for one in found:
-            part = one.get().get(["row_id", "response_ids"])
-            rows |= zip(part["row_id"].tolist(), part["response_ids"].tolist(), strict=True)
-        assert rows == dict(zip(wanted["row_id"].tolist(), wanted["response_ids"].tolist(), strict=True))
-        group.advance_rows(prompts, until=hf.Until(seconds=0.001), n=2, replica=0, **WAYS["environment"]).get()
-        group.withdraw_rows(replica=0).get()
-        assert group.withdraw_rows(replica=0).get() == []
-        assert group.advance_rows(prompts, until=hf.Until(steps=500), replica=0).get().rows == 4
-    finally:
-        group.close()
+    wanted = group.generate_sequences(prompts, n=2, **WAYS["environment"]).get()
+    found = [group.advance_rows(prompts, until=hf.Until(seconds=0.001), n=2, replica=0, **WAYS["environment"])]
+    evaluated = group.generate_sequences(prompts, n=2, **WAYS["environment"]).get()
+    assert evaluated["response_ids"].tolist() == wanted["response_ids"].tolist()
+    with pytest.raises(WorkerError, match="trajectories under way"):
+        group.advance_rows(prompts, until=hf.Until(rows=1), replica=0).get()
+    with pytest.raises(WorkerError, match="trajectories under way"):
+        group.advance_rows(until=hf.Until(rows=1), replica=0, environment=Unsteady).get()
+    kept = group.withdraw_rows(replica=0, keep=True).get()
+    assert kept
+    assert set(kept[0]) == {"row_id", "index"}
+    for _ in range(100):
+        found.append(group.advance_rows(until=hf.Until(rows=1), n=2, replica=0, **WAYS["environment"]))
+        if sum(one.get().rows for one in found) == 8:
+            break
+    rows: dict[int, list[int]] = {}
+    for one in found:
+        part = one.get().get(["row_id", "response_ids"])
+        rows |= zip(part["row_id"].tolist(), part["response_ids"].tolist(), strict=True)
+    assert rows == dict(zip(wanted["row_id"].tolist(), wanted["response_ids"].tolist(), strict=True))
+    group.advance_rows(prompts, until=hf.Until(seconds=0.001), n=2, replica=0, **WAYS["environment"]).get()
+    group.withdraw_rows(replica=0).get()
+    assert group.withdraw_rows(replica=0).get() == []
+    assert group.advance_rows(prompts, until=hf.Until(steps=500), replica=0).get().rows == 4
 
 
 def test_what_cannot_work_is_refused(rollout):

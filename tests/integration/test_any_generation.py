@@ -48,32 +48,6 @@ def expected(checkpoint: str | Path, prompts: hf.Batch) -> list[list[int]]:
     return greedy(Path(checkpoint), prompts["prompt_ids"].tolist(), 8)
 
 
-def test_an_actor_generates_with_what_it_trains(pool, place, tmp_path) -> None:
-    policy, prompts = make(tmp_path / "gemma2", "gemma2", **GEMMA2), make_prompts(6)
-    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=SGD, generate=hf.VLLM(tp=2, **GREEDY))
-    before = generated(actor, prompts)
-    assert before == expected(policy, prompts)
-    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
-    after = generated(actor, prompts)
-    assert after == expected(actor.save(tmp_path / "saved"), prompts)
-    assert after != before
-
-
-def test_weights_go_on_to_engines_elsewhere(pool, place, tmp_path) -> None:
-    """GPT-2's matrices are turned on the way, into engines of other sizes."""
-    policy, prompts = make(tmp_path / "gpt2", "gpt2", **GPT2), make_prompts(6)
-    train = {"train": hf.ZeRO(stage=2), "optim": SGD}
-    actor = place(hf.ActorWorker, pool[0:2], model=policy, generate=hf.VLLM(tp=1, **GREEDY), **train)
-    rollout = place(hf.RolloutWorker, pool[2:4], model=policy, generate=hf.VLLM(tp=2, **GREEDY))
-    before = generated(rollout, prompts)
-    assert before == expected(policy, prompts) == generated(actor, prompts)
-    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
-    assert hf.sync_weights(actor, rollout).get()["bytes"] > 0
-    saved = actor.save(tmp_path / "saved")
-    assert generated(rollout, prompts) == expected(saved, prompts) == generated(actor, prompts)
-    assert generated(rollout, prompts) != before
-
-
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 OF_GLM = {
     "n_routed_experts": 4,
@@ -82,45 +56,54 @@ OF_GLM = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "train"),
-    [
-        ("gemma2", GEMMA2, hf.Megatron(tp=2)),
-        ("qwen3_moe", {**SIZES, **EXPERTS}, hf.Megatron(dp=2, ep=2)),
-        ("glm4_moe", {**SIZES, **OF_GLM}, hf.Megatron(tp=2, ep=2)),
+ALONE: list[tuple[str, Any, hf.FSDP, int]] = [
+    ("gemma2", GEMMA2, hf.FSDP(), 2),
+    ("deepseek_v2", DEEPSEEK_V2, hf.FSDP(), 1),  # kv_b_proj, which vLLM has views of, shares no memory with training
+    ("olmo2", OLMO2, hf.FSDP(), 2),  # vLLM runs it on modules of transformers, whose classes train in the same process
+]
+BESIDE: list[tuple[str, Any, Any, hf.VLLM, hf.VLLM]] = [  # how it trains and generates, and generates elsewhere
+    ("gpt2", GPT2, hf.ZeRO(stage=2), hf.VLLM(tp=1, **GREEDY), hf.VLLM(tp=2, **GREEDY)),  # whose matrices are turned
+    ("gemma2", GEMMA2, hf.Megatron(tp=2), hf.VLLM(tp=2, **GREEDY), hf.VLLM(tp=1, **GREEDY)),
+    *[
+        (family, {**SIZES, **more}, train, hf.VLLM(tp=2, **GREEDY), hf.VLLM(tp=1, **GREEDY))
+        for family, more, train in (
+            ("qwen3_moe", EXPERTS, hf.Megatron(dp=2, ep=2)),
+            ("glm4_moe", OF_GLM, hf.Megatron(tp=2, ep=2)),
+        )
     ],
-    ids=("gemma2", "qwen3_moe", "glm4_moe"),
-)
-def test_a_megatron_actor_generates_with_what_it_trains(pool, place, tmp_path, family, sizes, train) -> None:
-    """Its engines and those of a rollout group have other shares of the experts than training."""
+    *[
+        ("qwen3_moe", QWEN3_MOE, train, *[hf.VLLM(tp=2, expert_parallel=True, **GREEDY)] * 2)
+        for train in (hf.FSDP(), hf.FSDP(ep=2))
+    ],
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "train", "tp"), ALONE, ids=[case[0] for case in ALONE])
+def test_an_actor_generates_with_what_it_trains(pool, place, tmp_path, family, sizes, train, tp) -> None:
     policy, prompts = make(tmp_path / "model", family, **sizes), make_prompts(6)
-    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=train, optim=SGD, generate=hf.VLLM(tp=2, **GREEDY))
-    rollout = place(hf.RolloutWorker, pool[2:3], model=policy, generate=hf.VLLM(tp=1, **GREEDY))
+    generate = hf.VLLM(tp=tp, **GREEDY)
+    actor = place(hf.ActorWorker, pool[0:tp], model=policy, train=train, optim=SGD, generate=generate)
     before = generated(actor, prompts)
-    assert before == expected(policy, prompts) == generated(rollout, prompts)
+    assert before == expected(policy, prompts)
     _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
-    after, saved = generated(actor, prompts), actor.save(tmp_path / "saved")
-    assert after == expected(saved, prompts) != before
-    _ = hf.sync_weights(actor, rollout).get()
-    assert generated(rollout, prompts) == after
+    after = generated(actor, prompts)
+    assert after == expected(actor.save(tmp_path / "saved"), prompts)
+    assert after != before
 
 
-@pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(ep=2)], ids=("fsdp", "ep2"))
-def test_experts_go_whole_to_the_ranks_that_generate(pool, place, tmp_path, train) -> None:
-    """From FSDP's shards into engines on the same devices and elsewhere."""
-    policy, prompts = make(tmp_path / "qwen3_moe", "qwen3_moe", **QWEN3_MOE), make_prompts(6)
-    parallel = hf.VLLM(tp=2, expert_parallel=True, **GREEDY)
-    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=train, optim=SGD, generate=parallel)
-    rollout = place(hf.RolloutWorker, pool[2:4], model=policy, generate=parallel)
+@pytest.mark.parametrize(("family", "sizes", "train", "here", "elsewhere"), BESIDE, ids=[case[0] for case in BESIDE])
+def test_weights_go_on_to_engines_elsewhere(pool, place, tmp_path, family, sizes, train, here, elsewhere) -> None:
+    """Into engines of other sizes, which have other shares of the experts than training."""
+    policy, prompts = make(tmp_path / "model", family, **sizes), make_prompts(6)
+    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=train, optim=SGD, generate=here)
+    rollout = place(hf.RolloutWorker, pool[2 : 2 + elsewhere.tp], model=policy, generate=elsewhere)
     before = generated(rollout, prompts)
     assert before == expected(policy, prompts) == generated(actor, prompts)
     _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
+    after, saved = generated(actor, prompts), actor.save(tmp_path / "saved")
+    assert after == expected(saved, prompts) != before
     assert hf.sync_weights(actor, rollout).get()["bytes"] > 0
-    saved = actor.save(tmp_path / "saved")
-    assert generated(rollout, prompts) == expected(saved, prompts) == generated(actor, prompts)
-    assert generated(rollout, prompts) != before
+    assert generated(rollout, prompts) == after
 
 
 @pytest.mark.parametrize(
@@ -151,32 +134,6 @@ def test_updates_follow_the_experts_of_generation(pool, place, tmp_path, train) 
         assert metrics["actor/log_prob_difference"] < 1e-3
         assert metrics["actor/log_prob_difference_without_replay"] > 1e-2
         _ = hf.sync_weights(actor, other).get()
-
-
-def test_latent_attention_generates_with_what_was_trained(pool, place, tmp_path) -> None:
-    """kv_b_proj, which vLLM has views of, shares no memory with training."""
-    policy, prompts = make(tmp_path / "deepseek_v2", "deepseek_v2", **DEEPSEEK_V2), make_prompts(6)
-    generate = hf.VLLM(tp=1, **GREEDY)
-    actor = place(hf.ActorWorker, pool[0:1], model=policy, train=hf.FSDP(), optim=SGD, generate=generate)
-    before = generated(actor, prompts)
-    assert before == expected(policy, prompts)
-    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
-    after = generated(actor, prompts)
-    assert after == expected(actor.save(tmp_path / "saved"), prompts)
-    assert after != before
-
-
-def test_a_model_that_vllm_runs_on_modules_of_transformers(pool, place, tmp_path) -> None:
-    """Whose classes train in the same process."""
-    policy, prompts = make(tmp_path / "olmo2", "olmo2", **OLMO2), make_prompts(6)
-    generate = hf.VLLM(tp=2, **GREEDY)
-    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=SGD, generate=generate)
-    before = generated(actor, prompts)
-    assert before == expected(policy, prompts)
-    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
-    after = generated(actor, prompts)
-    assert after == expected(actor.save(tmp_path / "saved"), prompts)
-    assert after != before
 
 
 def test_a_model_that_vllm_does_not_have_is_refused_before_anything_is_placed(pool, place, tmp_path) -> None:

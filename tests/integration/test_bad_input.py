@@ -34,32 +34,27 @@ def bare(policy, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def critic(pool, bare) -> Iterator[hf.WorkerGroup]:
-    group = hf.CriticWorker.on(pool[:2], name="the critic", model=bare, optim=hf.SGD(lr=0.1))
-    yield group
-    group.close()
+def critic(keep, pool, bare) -> hf.WorkerGroup:
+    return keep(hf.CriticWorker, pool[:2], name="the critic", model=bare, optim=hf.SGD(lr=0.1))
 
 
 @pytest.fixture(scope="module")
-def actor(pool, bare) -> Iterator[hf.WorkerGroup]:
+def actor(keep, pool, bare) -> hf.WorkerGroup:
     """On two hosts that generate and train as two replicas."""
-    group = hf.ActorWorker.on(
+    return keep(
+        hf.ActorWorker,
         pool[:2],
         name="the actor",
         model=bare,
         optim=hf.SGD(lr=0.1),
         generate=hf.VLLM(kv_cache_gb=0.1, sampling=hf.Sampling(max_tokens=4)),
     )
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")
-def frozen(pool, bare) -> Iterator[hf.WorkerGroup]:
+def frozen(keep, pool, bare) -> hf.WorkerGroup:
     """An actor that neither trains nor generates."""
-    group = hf.ActorWorker.on(pool[:1], name="frozen", model=bare)
-    yield group
-    group.close()
+    return keep(hf.ActorWorker, pool[:1], name="frozen", model=bare)
 
 
 @contextmanager
@@ -78,32 +73,31 @@ def refused(pool: hf.ResourcePool, error: type[Exception], *says: str) -> Iterat
 
 
 @pytest.mark.parametrize(
-    ("train", "says"),
+    ("worker", "sizes", "train", "error", "says"),
     [
-        ({"tp": 3}, ["actor: Megatron(tp=3, pp=1) needs p*t*d = 1*3*1 = 3 devices, the pool has 4"]),
-        ({"tp": 2, "dp": 1}, ["p*t*d = 1*2*1 = 2 devices, the pool has 4", "Use Megatron(tp=2, pp=1, dp=2)"]),
-        ({"tp": 4, "pp": 2}, ["p*t*d = 2*4*1 = 8 devices, the pool has 4", "on 8 devices"]),
+        (hf.ActorWorker, {}, hf.Megatron(tp=3), errors.PlacementError, "1*3*1 = 3 devices, the pool has 4"),
+        (hf.ActorWorker, {}, hf.Megatron(tp=2, dp=1), errors.PlacementError, "Use Megatron(tp=2, pp=1, dp=2)"),
+        (
+            hf.CriticWorker,
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
+            hf.Megatron(tp=4),
+            errors.ModelError,
+            "critic has 3 kv-heads, which neither divide by t=4",
+        ),
+        (
+            hf.ReferenceWorker,
+            {"num_hidden_layers": 1},
+            hf.Megatron(pp=2),
+            errors.ModelError,
+            "reference has 1 layers, fewer than p=2 stages",
+        ),
     ],
+    ids=["pool", "replicas", "kv-heads", "layers"],
 )
-def test_sizes_that_do_not_fit_the_pool(pool, bare, train, says):
-    with refused(pool, errors.PlacementError, *says):
-        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(**train))
-
-
-def test_models_that_do_not_divide(pool, bare, tmp_path):
-    heads = tiny_models.make_policy(tmp_path / "heads", hidden_size=96, num_attention_heads=6, num_key_value_heads=2)
-    kv_heads = tiny_models.make_policy(
-        tmp_path / "kv_heads", hidden_size=96, num_attention_heads=12, num_key_value_heads=3
-    )
-    layers = tiny_models.make_policy(tmp_path / "layers", num_hidden_layers=1)
-    with refused(pool, errors.ModelError, "actor has 6 heads, not divisible by t=4", "Use tp in [1, 2]"):
-        hf.ActorWorker.on(pool, model=heads, train=hf.Megatron(tp=4))
-    with refused(pool, errors.ModelError, "critic has 3 kv-heads, which neither divide by t=4", "Use tp in [1, 3"):
-        hf.CriticWorker.on(pool, model=kv_heads, train=hf.Megatron(tp=4))
-    with refused(pool, errors.ModelError, "reference has 1 layers, fewer than p=2 stages", "Use pp up to 1"):
-        hf.ReferenceWorker.on(pool, model=layers, train=hf.Megatron(pp=2))
-    with refused(pool, errors.ModelError, "stage_layers=(1, 2) are 3 layers on 2 stages; critic has 2 layers"):
-        hf.CriticWorker.on(pool, model=bare, train=hf.Megatron(pp=2, stage_layers=(1, 2)))
+def test_sizes_that_do_not_fit_the_pool_or_the_model(pool, tmp_path, worker, sizes, train, error, says):
+    model = tiny_models.make_policy(tmp_path, **sizes)
+    with refused(pool, error, says):
+        worker.on(pool, model=model, train=train)
 
 
 def test_generation_sizes_that_the_group_cannot_form(pool, bare):
@@ -127,11 +121,9 @@ ADAM = hf.Adam(lr=0.1)
         ({"bucket_mb": 0}, ["bucket_mb=0", "megabytes above 0"]),
         ({"bucket_mb": 8, "generate": None}, ["bucket_mb=8", "this actor does not generate"]),
         ({"offload": ("optimiser",)}, ["offload='optimiser' is unknown. Did you mean 'optimizer'?"]),
-        ({"offload": "optimizer"}, ["offload='optimizer': give several, such as offload=('optimizer',)"]),
         ({"offload": True}, ["offload=True: give several"]),
         ({"offload": ("optimizer",)}, ["without optim= there are no optimizer"]),
         ({"overlap": True}, ["overlap=True", "give optim="]),
-        ({"overlap": True, "generate": None}, ["overlap=True", "give optim="]),
     ],
 )
 def test_transitions_that_cannot_be(pool, bare, settings, parts):
@@ -181,16 +173,11 @@ def rename_family(home: Path) -> None:
         (truncate, errors.CheckpointError, [MODEL, "is truncated", "Download or copy it again"]),
         (drop_a_tensor, errors.CheckpointError, ["lacks 1 of the 21 tensors", "model.layers.1.mlp.up_proj.weight"]),
         (lambda home: (home / MODEL).unlink(), errors.CheckpointError, ["needs *.safetensors files", "Convert"]),
-        (
-            lambda home: (home / MODEL).rename(home / "pytorch_model.bin"),
-            errors.CheckpointError,
-            ["it has only pytorch_model.bin", "Convert"],
-        ),
         (lambda home: (home / "config.json").unlink(), errors.CheckpointError, ["config.json does not exist"]),
         (ask_for_code, errors.CheckpointError, ["tokenizer_config.json asks by 'auto_map' for code", "never runs"]),
         (rename_family, errors.ModelError, ["model_type 'quen3' is not supported", "Did you mean 'qwen3'?"]),
     ],
-    ids=["truncated", "a tensor short", "no weights", "pickled weights", "no config", "code", "family"],
+    ids=["truncated", "a tensor short", "no weights", "no config", "code", "family"],
 )
 def test_checkpoints_that_cannot_be_loaded(pool, bare, tmp_path, damage, error, says):
     home = damaged(bare, tmp_path / "model", damage)
@@ -206,13 +193,12 @@ def test_a_language_model_is_no_reward_model(pool, bare):
         hf.RewardWorker.on(pool, model=bare)
 
 
-def test_a_checkpoint_is_found_from_the_drivers_directory(pool, bare, monkeypatch):
+def test_a_checkpoint_is_found_from_the_drivers_directory(place, pool, bare, monkeypatch):
     """Hosts have directories of their own: they are given the absolute path."""
     monkeypatch.chdir(bare.parent)
-    reference = hf.ReferenceWorker.on(pool[:1], model=bare.name)
+    reference = place(hf.ReferenceWorker, pool[:1], model=bare.name)
     assert reference.settings["model"] == str(bare.resolve())
     assert len(reference.compute_ref_log_prob(make_rows()).get()) == 7
-    reference.close()
 
 
 def test_a_second_generating_actor_in_the_same_hosts(pool, actor, bare):
@@ -240,8 +226,6 @@ class PassingOn(hf.ActorWorker):
 def test_settings_that_do_not_exist(pool, bare):
     with refused(pool, errors.ConfigError, "Megatron has no setting 'tpp'", "Did you mean 'tp'?"):
         hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tpp=2))  # pyright: ignore[reportCallIssue]
-    with refused(pool, errors.ConfigError, "VLLM has no setting 'max_lenght'", "Did you mean 'max_length'?"):
-        hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_lenght=1))  # pyright: ignore[reportCallIssue]
     with refused(pool, errors.ConfigError, "VLLM has no setting 'max_tokens'", "sampling=hf.Sampling(max_tokens=...)"):
         hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_tokens=1))  # pyright: ignore[reportCallIssue]
     with refused(pool, errors.ConfigError, "ActorWorker: no setting 'trian'", "Did you mean 'train'?"):
@@ -254,8 +238,6 @@ def test_settings_that_do_not_exist(pool, bare):
         hf.ActorWorker.on(pool, model=bare, train="megatron")
     with refused(pool, errors.ConfigError, "CriticWorker(optim=0.1)", "hf.Adam(lr=...)"):
         hf.CriticWorker.on(pool, model=bare, optim=0.1)
-    with refused(pool, errors.ConfigError, "Adam(lr=-1): must be at least 0"):
-        hf.CriticWorker.on(pool, model=bare, optim=hf.Adam(lr=-1))
     with refused(pool, errors.ConfigError, "either model= (a checkpoint) or function="):
         hf.RewardWorker.on(pool)
 
@@ -445,28 +427,13 @@ def raises(prompt, response, row_id):
     return 1.0
 
 
-def too_few(prompts, completions):
-    return [1.0] * (len(prompts) - 1)
-
-
-def answers(bad: Any) -> Callable[..., list[Any]]:
-    def scores(prompts, completions, row_id):
-        return [bad if row == 105 else 1.0 for row in row_id]
-
-    return scores
-
-
-def no_list(prompts, completions):
-    return 1.0
+def scores(prompts, completions, row_id):
+    return [None if row == 105 else 1.0 for row in row_id]
 
 
 REWARDS = {
     "raises": (raises, r"function raises raised ZeroDivisionError at row 105: nothing to divide by"),
-    "too few": (too_few, r"function too_few returned \d rewards for \d rows \(10\d\.\.10\d\)"),
-    "None": (answers(None), r"scores returned None \(NoneType\) at row 105; it must be a number"),
-    "NaN": (answers(float("nan")), r"scores returned nan at row 105; it must be finite"),
-    "a text": (answers("1.0"), r"scores returned '1.0' \(str\) at row 105; it must be a number"),
-    "no list": (no_list, r"no_list returned 1.0 \(float\) for \d rows; it must return a list of \d numbers"),
+    "None": (scores, r"scores returned None \(NoneType\) at row 105; it must be a number"),
 }
 
 
@@ -477,10 +444,10 @@ def answered() -> hf.Batch:
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_reward_functions_that_fail(pool, settle, answered, name):
+def test_reward_functions_that_fail(place, pool, settle, answered, name):
     """A RewardError wherever the driver looks: at the rewards, at what was computed from them, in the loader."""
     function, says = REWARDS[name]
-    reward = hf.RewardWorker.on(pool[:2], function=function)
+    reward = place(hf.RewardWorker, pool[:2], function=function)
     batch = hf.BatchRef.from_batch(answered)
     batch |= reward.compute_reward(batch)
     advantages = hf.compute_advantage(batch, "gae")
@@ -491,7 +458,6 @@ def test_reward_functions_that_fail(pool, settle, answered, name):
     with pytest.raises(errors.RewardError, match=says):
         loop(reward, batch)
     settle()
-    reward.close()
 
 
 def loop(reward: hf.WorkerGroup, batch: hf.BatchRef) -> None:
@@ -500,17 +466,16 @@ def loop(reward: hf.WorkerGroup, batch: hf.BatchRef) -> None:
         reward.compute_reward(batch)
 
 
-def test_reward_functions_that_cannot_be_called(pool, answered, policy):
+def test_reward_functions_that_cannot_be_called(place, pool, answered, policy):
     with refused(pool, errors.ConfigError, "no_arguments()", "must take (prompts, completions, **columns)"):
         hf.RewardWorker.on(pool, function=no_arguments)
     with refused(pool, errors.ConfigError, "has no signature"):
         hf.RewardWorker.on(pool, function="exact match")
-    reward = hf.RewardWorker.on(pool[:2], function=answers(1.0))
+    reward = place(hf.RewardWorker, pool[:2], function=scores)
     with refused(pool, errors.MissingColumnError, "reads 'prompt'"):
         reward.compute_reward(answered.without("prompt", "prompt_ids"))
     with pytest.raises(errors.RewardError, match=r"prompt_ids and no prompt text.* tokenizer="):
         reward.compute_reward(answered.without("prompt")).get()
-    reward.close()
 
 
 def no_arguments():

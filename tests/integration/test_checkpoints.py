@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,7 @@ class Runs:
         run = self.directory / name
         words = [str(run), str(self.model), str(self.prompts), str(STEPS)]
         words += [f"{key}={value}" for key, value in options.items()]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | self.warm.environment
-        done = subprocess.run(
-            [*self.warm.command, str(DRIVER), *words], capture_output=True, text=True, timeout=280, env=environment
-        )
-        assert done.returncode == status, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
-        (run / "log.txt").write_text(done.stderr)
+        (run / "log.txt").write_text(self.warm.run(DRIVER, *words, status=status).stderr)
         return run
 
 
@@ -298,12 +293,9 @@ def test_training_continues_in_another_layout(pool, place, no_parts, policy, tmp
     assert max(float((weights[name] - moved[name]).abs().max()) for name in weights) < 1e-5
 
 
-def test_each_rank_writes_its_share(pool, no_parts, policy, tmp_path):
-    actor = hf.ActorWorker.on(pool, name="shares", model=policy, train=hf.FSDP(replicate=2), optim=ADAM)
-    try:
-        path = Path(hf.save(tmp_path / "saved", parts=[actor]))
-    finally:
-        actor.close()
+def test_each_rank_writes_its_share(place, pool, no_parts, policy, tmp_path):
+    actor = place(hf.ActorWorker, pool, name="shares", model=policy, train=hf.FSDP(replicate=2), optim=ADAM)
+    path = Path(hf.save(tmp_path / "saved", parts=[actor]))
     manifest = CheckpointManifest.read(path)
     sizes = [manifest.files[name].bytes for name in manifest.groups["shares"].ranks]
     whole = sum(tensor.numel() for tensor in load_file(policy / "model.safetensors").values()) * 12
@@ -312,10 +304,8 @@ def test_each_rank_writes_its_share(pool, no_parts, policy, tmp_path):
 
 
 @pytest.fixture
-def group(pool, no_parts, policy) -> Iterator[hf.WorkerGroup]:
-    actor = hf.ActorWorker.on(pool[0:2], name="actor", model=policy, train=hf.FSDP(), optim=ADAM)
-    yield actor
-    actor.close()
+def group(place, pool, no_parts, policy) -> hf.WorkerGroup:
+    return place(hf.ActorWorker, pool[0:2], name="actor", model=policy, train=hf.FSDP(), optim=ADAM)
 
 
 def loader(steps: int = 4) -> hf.PromptLoader:
@@ -375,14 +365,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(group, tmp_path, 
         hf.Checkpoints(tmp_path / "c").resume(loader())
 
 
-def test_what_does_not_belong_together_is_refused(group, pool, policy, tmp_path):
+def test_what_does_not_belong_together_is_refused(place, group, pool, policy, tmp_path):
     path = hf.save(tmp_path / "saved", parts=[group])
-    other = hf.ActorWorker.on(pool[2:4], name="other", model=policy, train=hf.FSDP(), optim=ADAM)
-    try:
-        with pytest.raises(hf.errors.ConfigError, match="other"):
-            hf.load(path, parts=[other])
-    finally:
-        other.close()
+    other = place(hf.ActorWorker, pool[2:4], name="other", model=policy, train=hf.FSDP(), optim=ADAM)
+    with pytest.raises(hf.errors.ConfigError, match="other"):
+        hf.load(path, parts=[other])
     with pytest.raises(hf.errors.CheckpointError, match="exists already"):
         hf.save(path, parts=[group])
     with pytest.raises(hf.errors.ConfigError, match="state"):
@@ -390,24 +377,21 @@ def test_what_does_not_belong_together_is_refused(group, pool, policy, tmp_path)
     with pytest.raises(hf.errors.CheckpointError, match=r"manifest\.json"):
         hf.load(tmp_path, parts=[group])
     group.close()
-    changed = hf.ActorWorker.on(pool[0:2], name="actor", model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))
-    try:
-        with pytest.raises(hf.errors.CheckpointError, match="optimizer"):
-            hf.load(path, parts=[changed])
-    finally:
-        changed.close()
+    changed = place(hf.ActorWorker, pool[0:2], name="actor", model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))
+    with pytest.raises(hf.errors.CheckpointError, match="optimizer"):
+        hf.load(path, parts=[changed])
 
 
-def test_a_checkpoint_of_another_use_is_refused(pool, no_parts, policy, tmp_path):
+def test_a_checkpoint_of_another_use_is_refused(place, pool, no_parts, policy, tmp_path):
     """Of equal tensors that another model would compute otherwise with: scale of adapters, rotation, frozen weights."""
     lora = hf.LoRA(rank=2, alpha=8)
     turned = tiny_models.make_policy(tmp_path / "turned", rope_parameters={"rope_type": "default", "rope_theta": 99.0})
     drawn = tiny_models.make_policy(tmp_path / "drawn", seed=9)
 
-    def place(model: Path, lora: hf.LoRA) -> hf.WorkerGroup:
-        return hf.ActorWorker.on(pool[0:2], name="used", model=model, train=hf.FSDP(lora=lora), optim=ADAM)
+    def used(model: Path, lora: hf.LoRA) -> hf.WorkerGroup:
+        return place(hf.ActorWorker, pool[0:2], name="used", model=model, train=hf.FSDP(lora=lora), optim=ADAM)
 
-    actor = place(policy, lora)
+    actor = used(policy, lora)
     path = hf.save(tmp_path / "saved", parts=[actor])
     hf.load(path, parts=[actor])
     actor.close()
@@ -416,12 +400,10 @@ def test_a_checkpoint_of_another_use_is_refused(pool, no_parts, policy, tmp_path
         (turned, lora, "rope_theta is 10000.0 in the checkpoint of used and 99.0 here"),
         (drawn, lora, "the frozen weights of used are not those"),
     ):
-        actor = place(model, asked)
-        try:
-            with pytest.raises(hf.errors.CheckpointError, match=said):
-                hf.load(path, parts=[actor])
-        finally:
-            actor.close()
+        actor = used(model, asked)
+        with pytest.raises(hf.errors.CheckpointError, match=said):
+            hf.load(path, parts=[actor])
+        actor.close()
 
 
 def test_a_failed_call_is_not_saved(group, tmp_path):
@@ -434,19 +416,16 @@ def test_a_failed_call_is_not_saved(group, tmp_path):
     assert not list(tmp_path.glob(".saved*"))
 
 
-def test_a_class_with_a_state_and_objects_of_the_driver_continue(pool, no_parts, tmp_path):
-    counter = hf.place(Counter, pool[0:2], name="counter")
+def test_a_class_with_a_state_and_objects_of_the_driver_continue(place, pool, no_parts, tmp_path):
+    counter = place(Counter, pool[0:2], name="counter")
     texts = loader()
-    try:
-        assert counter.count() == [1, 1]
-        next(texts.drawn())
-        path = hf.save(tmp_path / "saved", parts={"counter": counter, "texts": texts})
-        assert counter.count() == [2, 2]
-        hf.load(path, parts={"counter": counter, "texts": texts})
-        assert counter.count() == [2, 2]
-        assert texts.state()["drawn"] == 1
-    finally:
-        counter.close()
+    assert counter.count() == [1, 1]
+    next(texts.drawn())
+    path = hf.save(tmp_path / "saved", parts={"counter": counter, "texts": texts})
+    assert counter.count() == [2, 2]
+    hf.load(path, parts={"counter": counter, "texts": texts})
+    assert counter.count() == [2, 2]
+    assert texts.state()["drawn"] == 1
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(group, tmp_path, caplog):

@@ -15,9 +15,7 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.connection import private_directory
 from hybridflow.cluster.future import Future
 from hybridflow.errors import (
-    BatchError,
     ConfigError,
-    EmptyBatchError,
     MissingColumnError,
     ProtocolError,
 )
@@ -164,19 +162,15 @@ def batch(cluster) -> BatchRef:
 
 
 @pytest.fixture(scope="module")
-def four(pool):
+def four(keep, pool):
     """Arithmetic on all four hosts, data parallel."""
-    group = hf.place(Arithmetic, pool, name="four", factor=2, colour="red")
-    yield group
-    group.close()
+    return keep(Arithmetic, pool, name="four", factor=2, colour="red")
 
 
 @pytest.fixture(scope="module")
-def two(pool):
+def two(keep, pool):
     """Arithmetic on the first two hosts."""
-    group = hf.place(Arithmetic, pool[0:2], name="two")
-    yield group
-    group.close()
+    return keep(Arithmetic, pool[0:2], name="two")
 
 
 def test_a_call_returns_references_at_once(four, batch):
@@ -342,13 +336,6 @@ def test_a_missing_column_names_who_writes_it(four, two, batch):
         two.copy(batch, column="ref_log_probs")
     with pytest.raises(MissingColumnError, match="no group writes it: the prompts must bring it"):
         two.copy(batch, column="unheard_of")
-
-
-def test_batches_that_cannot_be_used(four, batch):
-    with pytest.raises(EmptyBatchError, match=r"four\.double was given a batch without rows"):
-        four.double(batch[0:0])
-    with pytest.raises(BatchError, match="10 rows with one of 4 rows"):
-        four.double(batch | batch[0:4])
 
 
 def test_nobody_else_reaches_a_local_cluster(cluster, four, two, batch, outward, tmp_path, monkeypatch):

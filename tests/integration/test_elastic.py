@@ -27,11 +27,9 @@ ITERATIONS, MINIBATCHES, N = 2, 4, 2
 
 
 @pytest.fixture(scope="module")
-def rollout(pool, policy) -> Iterator[hf.WorkerGroup]:
+def rollout(keep, pool, policy) -> hf.WorkerGroup:
     """Four replicas."""
-    group = hf.RolloutWorker.on(pool, model=policy, generate=hf.VLLM(sampling=SAMPLING))
-    yield group
-    group.close()
+    return keep(hf.RolloutWorker, pool, model=policy, generate=hf.VLLM(sampling=SAMPLING))
 
 
 @contextmanager
@@ -47,12 +45,10 @@ def placed(pool, model: Path, rollout: hf.WorkerGroup, policy: str | Policy, **s
 
 
 @pytest.fixture(scope="module")
-def judge(hosts) -> Iterator[hf.WorkerGroup]:
-    group = hf.RewardWorker.on(
-        hosts[4:5], function=lambda completions, **columns: [float(len(text)) for text in completions]
+def judge(keep, hosts) -> hf.WorkerGroup:
+    return keep(
+        hf.RewardWorker, hosts[4:5], function=lambda completions, **columns: [float(len(text)) for text in completions]
     )
-    yield group
-    group.close()
 
 
 def moving(seed: int) -> Policy:
@@ -251,13 +247,12 @@ def test_a_refused_policy_is_asked_again_in_the_next_iteration(pool, policy, rol
     assert caplog.text.count("is refused: RuntimeError: no idea") == 1
 
 
-def test_groups_that_lie_elsewhere_are_refused(pool, hosts, policy, rollout):
+def test_groups_that_lie_elsewhere_are_refused(place, pool, hosts, policy, rollout):
     """Before anything is built."""
-    actor = hf.ActorWorker.on(pool[1:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))
+    actor = place(hf.ActorWorker, pool[1:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="from its first device on"):
         hf.Elastic(pool, actor=actor, rollout=rollout, policy="rlinf")
     with pytest.raises(ConfigError, match="of the pool: place both"):
         hf.Elastic(hosts, actor=actor, rollout=rollout, policy="rlinf")
     with pytest.raises(ConfigError, match="known are"):
         hf.Elastic(pool, actor=actor, rollout=rollout, policy="greedy")
-    actor.close()

@@ -26,11 +26,10 @@ def chat(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp=1", "tp=2"])
 def rollout(hosts, chat, request) -> Iterator[hf.WorkerGroup]:
-    group = hf.RolloutWorker.on(
-        hosts[0:2], name=f"agents{request.param}", model=chat, generate=hf.VLLM(tp=request.param, sampling=SAMPLING)
-    )
+    generate = hf.VLLM(tp=request.param, sampling=SAMPLING)
+    group = hf.place(hf.RolloutWorker, hosts[0:2], name=f"agents{request.param}", model=chat, generate=generate)
     yield group
-    group.close()
+    group.close()  # before the other
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +177,9 @@ def weights(actor: hf.WorkerGroup, path: Path) -> torch.Tensor:
     )
 
 
-def test_an_actor_trains_on_trajectories(hosts, chat, prompts, tmp_path):
-    actor = hf.ActorWorker.on(
+def test_an_actor_trains_on_trajectories(place, hosts, chat, prompts, tmp_path):
+    actor = place(
+        hf.ActorWorker,
         hosts[2:4],
         name="acting",
         model=chat,
@@ -187,50 +187,47 @@ def test_an_actor_trains_on_trajectories(hosts, chat, prompts, tmp_path):
         optim=hf.SGD(lr=0.1),
         generate=hf.VLLM(sampling=SAMPLING),
     )
-    try:
-        tools = actor.generate_sequences(prompts, tools=[twice], max_turns=3)
-        own = prompts.with_columns(prompt_ids=tools.get()[list(range(0, tools.rows, tools.rows // 3))]["prompt_ids"])
-        ways = [actor.generate_sequences(own), tools, actor.run(own, speak)]
-        begin = hf.save(tmp_path / "begin", [actor])
-        before = weights(actor, tmp_path / "before")
-        for loss in ("ppo", "gspo"):
-            found = []
-            for number, batch in enumerate(ways):
-                hf.load(begin, [actor])
-                figures = learned(actor, batch, loss)
-                after = weights(actor, tmp_path / f"after{number}") if loss == "ppo" else before
-                found.append((*figures, after - before))
-            (advantages, figures, step), *others = found
-            assert figures["actor/grad_norm"] > 0
-            assert loss != "ppo" or step.abs().max() > 1e-4
-            for same, its, its_step in others:
-                assert advantages.equal(same)
-                assert torch.allclose(its_step, step, rtol=1e-3, atol=1e-6)
-                for name in ("actor/loss", "actor/grad_norm"):
-                    assert its[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-7), name
-        batch = actor.generate_sequences(prompts, environment=Echo, max_turns=3)
-        batch |= actor.compute_log_prob(batch)
-        batch |= hf.compute_advantage(batch, "grpo")
-        metrics = actor.update_actor(batch).get() | batch.metrics().get()
-        found = batch.get()
-        kept = found["response_mask"].values
-        assert torch.allclose(found["log_probs"].values[kept], found["old_log_probs"].values[kept], atol=1e-3)
-        assert (found["advantages"].values[~kept] == 0).all()
-        assert found["advantages"].values[kept].any()
-        assert metrics["environment/turns"] == 3
-        assert metrics["environment/failed"] == 0
-        forked = actor.run(prompts, asks_anew)
-        assert forked.rows == 18
-        forked |= actor.compute_log_prob(forked)
-        found = forked.get()
-        assert found["turns"].tolist() == [3] * 18
-        assert torch.allclose(found["log_probs"].values, found["old_log_probs"].values, atol=1e-3)
-        _, figures = learned(actor, forked)
+    tools = actor.generate_sequences(prompts, tools=[twice], max_turns=3)
+    own = prompts.with_columns(prompt_ids=tools.get()[list(range(0, tools.rows, tools.rows // 3))]["prompt_ids"])
+    ways = [actor.generate_sequences(own), tools, actor.run(own, speak)]
+    begin = hf.save(tmp_path / "begin", [actor])
+    before = weights(actor, tmp_path / "before")
+    for loss in ("ppo", "gspo"):
+        found = []
+        for number, batch in enumerate(ways):
+            hf.load(begin, [actor])
+            figures = learned(actor, batch, loss)
+            after = weights(actor, tmp_path / f"after{number}") if loss == "ppo" else before
+            found.append((*figures, after - before))
+        (advantages, figures, step), *others = found
         assert figures["actor/grad_norm"] > 0
-        assert forked.metrics().get()["response/length_mean"] == len(found["response_ids"].values) / 6
-        with pytest.raises(ConfigError, match="6 trajectories"):
-            actor.update_actor(forked | hf.compute_advantage(forked, "grpo"), minibatches=4)
-        with pytest.raises(ConfigError, match="may wait for a tool"):
-            actor.advance_rows(prompts, until=hf.Until(steps=1), environment=Echo)
-    finally:
-        actor.close()
+        assert loss != "ppo" or step.abs().max() > 1e-4
+        for same, its, its_step in others:
+            assert advantages.equal(same)
+            assert torch.allclose(its_step, step, rtol=1e-3, atol=1e-6)
+            for name in ("actor/loss", "actor/grad_norm"):
+                assert its[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-7), name
+    batch = actor.generate_sequences(prompts, environment=Echo, max_turns=3)
+    batch |= actor.compute_log_prob(batch)
+    batch |= hf.compute_advantage(batch, "grpo")
+    metrics = actor.update_actor(batch).get() | batch.metrics().get()
+    found = batch.get()
+    kept = found["response_mask"].values
+    assert torch.allclose(found["log_probs"].values[kept], found["old_log_probs"].values[kept], atol=1e-3)
+    assert (found["advantages"].values[~kept] == 0).all()
+    assert found["advantages"].values[kept].any()
+    assert metrics["environment/turns"] == 3
+    assert metrics["environment/failed"] == 0
+    forked = actor.run(prompts, asks_anew)
+    assert forked.rows == 18
+    forked |= actor.compute_log_prob(forked)
+    found = forked.get()
+    assert found["turns"].tolist() == [3] * 18
+    assert torch.allclose(found["log_probs"].values, found["old_log_probs"].values, atol=1e-3)
+    _, figures = learned(actor, forked)
+    assert figures["actor/grad_norm"] > 0
+    assert forked.metrics().get()["response/length_mean"] == len(found["response_ids"].values) / 6
+    with pytest.raises(ConfigError, match="6 trajectories"):
+        actor.update_actor(forked | hf.compute_advantage(forked, "grpo"), minibatches=4)
+    with pytest.raises(ConfigError, match="may wait for a tool"):
+        actor.advance_rows(prompts, until=hf.Until(steps=1), environment=Echo)

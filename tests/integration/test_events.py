@@ -175,19 +175,16 @@ def test_the_loader_limits(pool, place, recorded):
     assert first(recorded(prompts(seconds=0.02), loop(place(Staged, pool[0:2])))) == "data"
 
 
-def test_tiny_minibatches_limit(pool, policy, recorded):
+def test_tiny_minibatches_limit(place, pool, policy, recorded):
     """The actor is real: 32 steps over the rows that it infers in one pass."""
     rows = hf.BatchRef.from_batch(make_rows(64))
-    actor = hf.ActorWorker.on(pool[0:1], model=policy, train=hf.FSDP(), optim=hf.Adam(lr=1e-5))
+    actor = place(hf.ActorWorker, pool[0:1], model=policy, train=hf.FSDP(), optim=hf.Adam(lr=1e-5))
 
     def body(_: Any) -> Any:
         actor.compute_log_prob(rows)
         return (actor.update_actor(rows, loss="pretrain", minibatches=32),)
 
-    try:
-        events = recorded(prompts(), body)
-    finally:
-        actor.close()
+    events = recorded(prompts(), body)
     assert first(events) == "tiny mini-batches"
     update = next(e for e in events if e.get("method") == "update_actor")
     inference = next(e for e in events if e.get("method") == "compute_log_prob")
@@ -239,8 +236,8 @@ def test_the_account_is_what_the_planner_says(pool, policy, recorded):
 def test_weight_transfers_limit(pool, place, recorded, tmp_path_factory):
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     model = tiny_models.make_policy(tmp_path_factory.mktemp("larger"), **sizes)
-    source = hf.ActorWorker.on(pool[0:1], model=model, train=hf.FSDP(), optim=hf.SGD(lr=0.1), name="source")
-    target = hf.ReferenceWorker.on(pool[1:2], model=model, train=hf.FSDP(), name="target")
+    source = place(hf.ActorWorker, pool[0:1], model=model, train=hf.FSDP(), optim=hf.SGD(lr=0.1), name="source")
+    target = place(hf.ReferenceWorker, pool[1:2], model=model, train=hf.FSDP(), name="target")
     group = place(Staged, pool[0:2])
 
     def body(batch: Any) -> Any:
@@ -250,11 +247,7 @@ def test_weight_transfers_limit(pool, place, recorded, tmp_path_factory):
             batch
         )
 
-    try:
-        events = recorded(prompts(), body)
-    finally:
-        source.close()
-        target.close()
+    events = recorded(prompts(), body)
     transfers = [e for e in events if e["kind"] == "transfer"]
     assert first(events) == "weight transfer"
     assert len(transfers) == STEPS * 4 * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +22,8 @@ SHORT = 2.0 if DEVICE.type == "cpu" else 8.0  # seconds of a group whose peer do
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(2)
-    yield processes
-    processes.close()
+def ranks(rank_processes) -> RankProcesses:
+    return rank_processes(2)
 
 
 def failing_step(world: World, name: str) -> list[Any]:

@@ -169,17 +169,13 @@ class Sleeper:
 
 
 @pytest.fixture(scope="module")
-def source(pool):
-    group = hf.place(Source, pool, name="source")
-    yield group
-    group.close()
+def source(keep, pool):
+    return keep(Source, pool, name="source")
 
 
 @pytest.fixture(scope="module")
-def trainer(pool):
-    group = hf.place(Trainer, pool, name="trainer")
-    yield group
-    group.close()
+def trainer(keep, pool):
+    return keep(Trainer, pool, name="trainer")
 
 
 @pytest.fixture

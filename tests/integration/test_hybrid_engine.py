@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests import tiny_models
 from tests.contracts.plain_holders import resident_bytes, tensors
-from tests.contracts.rank_processes import RankProcesses, World
+from tests.contracts.rank_processes import World
 
 WARM_UP, CYCLES = 3, 20
 VOCABULARY = 64  # neither engine pads it
@@ -189,11 +189,11 @@ def closed_after_compilation(world: World, model: Path) -> list[bool]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> Iterator[Callable[[str], list[Seen]]]:
+def seen(rank_processes, tmp_path_factory) -> Callable[[str], list[Seen]]:
     """What each rank of a scenario saw, by its name; run when it is first asked for."""
     model = tiny_models.make_policy(tmp_path_factory.mktemp("policy"), tokenizer=False, vocab_size=VOCABULARY)
     known: dict[str, list[Seen]] = {}
-    processes = RankProcesses(4)
+    processes = rank_processes(4)
 
     def seen(name: str) -> list[Seen]:
         if name not in known:
@@ -202,8 +202,7 @@ def seen(tmp_path_factory) -> Iterator[Callable[[str], list[Seen]]]:
             known[name] = processes.run(size, observe, scenario, model, processes.name())
         return known[name]
 
-    yield seen
-    processes.close()
+    return seen
 
 
 @pytest.mark.thinned(1)
@@ -273,10 +272,7 @@ def test_processes_do_not_grow(seen):
 
 
 @pytest.mark.slow
-def test_a_closed_engine_leaves_nothing_where_vllm_compiled(tmp_path):
+def test_a_closed_engine_leaves_nothing_where_vllm_compiled(rank_processes, tmp_path):
     """vLLM compiles where it captures graphs, and torch's compiler knows what it compiled."""
-    model, processes = tiny_models.make_policy(tmp_path, tokenizer=False, vocab_size=VOCABULARY), RankProcesses(1)
-    try:
-        assert processes.run(1, closed_after_compilation, model) == [[False, False, False]]
-    finally:
-        processes.close()
+    model, processes = tiny_models.make_policy(tmp_path, tokenizer=False, vocab_size=VOCABULARY), rank_processes(1)
+    assert processes.run(1, closed_after_compilation, model) == [[False, False, False]]

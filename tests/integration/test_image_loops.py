@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -39,15 +37,7 @@ def counted(tmp_path_factory) -> Path:
 
 
 def recipe(warm: WarmPrograms, home: Path, *arguments: str) -> list[dict[str, float]]:
-    done = subprocess.run(
-        [*warm.command, str(ROOT / "recipes" / "vision.py"), "name=short", "devices=[1]", *arguments],
-        cwd=home,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | warm.environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    warm.run(ROOT / "recipes" / "vision.py", "name=short", "devices=[1]", *arguments, cwd=home, timeout=1200)
     return [json.loads(line) for line in (home / "runs/short/metrics.jsonl").read_text().splitlines()]
 
 

@@ -100,54 +100,45 @@ def test_columns_of_images_follow_their_rows(seen):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_critic_and_reward_model_read_images(pool, tmp_path, kind):
+def test_reference_critic_and_reward_model_read_images(place, pool, tmp_path, kind):
     model = make_vision(tmp_path / "model", kind)
     rows = make_rows(kind)
     batch = hf.BatchRef.from_batch(rows)
-    reference = hf.ReferenceWorker.on(pool[0:2], model=model, train=hf.FSDP(micro_tokens=60))
-    critic = hf.CriticWorker.on(pool[0:2], model=model, train=hf.ZeRO(stage=2, micro_tokens=60), optim=hf.SGD(lr=0.1))
-    try:
-        found = reference.compute_ref_log_prob(batch).get()["ref_log_probs"]
-        values = critic.compute_values(batch)
-        returns = rows["response_ids"].map(lambda ids: torch.ones(len(ids)))
-        updated = critic.update_critic(batch | values | hf.Batch({"returns": returns})).get()
-        changed = critic.compute_values(batch).get()["values"]
-        critic.save(tmp_path / "critic")
-    finally:
-        reference.close()
-        critic.close()
+    reference = place(hf.ReferenceWorker, pool[0:2], model=model, train=hf.FSDP(micro_tokens=60))
+    critic = place(
+        hf.CriticWorker, pool[0:2], model=model, train=hf.ZeRO(stage=2, micro_tokens=60), optim=hf.SGD(lr=0.1)
+    )
+    found = reference.compute_ref_log_prob(batch).get()["ref_log_probs"]
+    values = critic.compute_values(batch)
+    returns = rows["response_ids"].map(lambda ids: torch.ones(len(ids)))
+    updated = critic.update_critic(batch | values | hf.Batch({"returns": returns})).get()
+    changed = critic.compute_values(batch).get()["values"]
+    critic.save(tmp_path / "critic")
     there: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         assert torch.allclose(found.values, outputs(there, rows)["log_probs"].values, atol=1e-4)
     assert updated["critic/grad_norm"] > 0
     assert (changed.values != 0).all()
-    reward = hf.RewardWorker.on(pool[0:2], model=tmp_path / "critic", train=hf.FSDP(micro_tokens=60))
-    try:
-        scores = reward.compute_reward(batch).get()["rewards"]
-        tokens = hf.CriticWorker.on(pool[0:1], model=tmp_path / "critic", train=hf.FSDP())
-        longer = rows.with_columns(
-            response_ids=hf.Ragged.from_rows([[*row, 7] for row in rows["response_ids"].tolist()], torch.int64)
-        )
-        last = [row[-1].item() for row in tokens.compute_values(hf.BatchRef.from_batch(longer)).get()["values"].rows()]
-        assert torch.allclose(scores, torch.tensor(last), atol=1e-5)
-        with pytest.raises(WorkerError, match=r"row 1.*has 6 tokens of images, image_grid_thw of 0"):
-            reward.compute_reward(batch.without("pixel_values", "image_grid_thw")).get()
-    finally:
-        reward.close()
-        tokens.close()
+    reward = place(hf.RewardWorker, pool[0:2], model=tmp_path / "critic", train=hf.FSDP(micro_tokens=60))
+    scores = reward.compute_reward(batch).get()["rewards"]
+    tokens = place(hf.CriticWorker, pool[0:1], model=tmp_path / "critic", train=hf.FSDP())
+    longer = rows.with_columns(
+        response_ids=hf.Ragged.from_rows([[*row, 7] for row in rows["response_ids"].tolist()], torch.int64)
+    )
+    last = [row[-1].item() for row in tokens.compute_values(hf.BatchRef.from_batch(longer)).get()["values"].rows()]
+    assert torch.allclose(scores, torch.tensor(last), atol=1e-5)
+    with pytest.raises(WorkerError, match=r"row 1.*has 6 tokens of images, image_grid_thw of 0"):
+        reward.compute_reward(batch.without("pixel_values", "image_grid_thw")).get()
 
 
-def test_a_text_model_refuses_images(pool, policy):
+def test_a_text_model_refuses_images(place, pool, policy):
     rows = hf.BatchRef.from_batch(make_rows("qwen3_vl"))
-    actor = hf.ActorWorker.on(pool[0:1], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1), generate=hf.VLLM())
-    try:
-        with pytest.raises(PromptError, match=r"5 prompts have images \(pixel_values\), and the model, a llama, reads"):
-            actor.generate_sequences(rows)
-        for call in (actor.compute_log_prob, actor.update_actor):
-            with pytest.raises(WorkerError, match="is a llama model, which reads text only, and the batch has images"):
-                call(rows).get()
-    finally:
-        actor.close()
+    actor = place(hf.ActorWorker, pool[0:1], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1), generate=hf.VLLM())
+    with pytest.raises(PromptError, match=r"5 prompts have images \(pixel_values\), and the model, a llama, reads"):
+        actor.generate_sequences(rows)
+    for call in (actor.compute_log_prob, actor.update_actor):
+        with pytest.raises(WorkerError, match="is a llama model, which reads text only, and the batch has images"):
+            call(rows).get()
 
 
 FROZEN = ("visual",)

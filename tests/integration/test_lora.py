@@ -38,10 +38,6 @@ class Observed:
     reference: hf.Batch
 
 
-def stored(batch: hf.Batch, group: hf.WorkerGroup) -> hf.BatchRef:
-    return hf.BatchRef.from_batch(batch)
-
-
 def apart(one: hf.Ragged, other: hf.Ragged) -> float:
     assert torch.equal(one.offsets, other.offsets)
     return float((one.values - other.values).abs().max())
@@ -131,72 +127,64 @@ def adapters(pool, policy, tmp_path_factory) -> Path:
         pool, name="lora-first", model=policy, train=hf.FSDP(lora=LORA), optim=hf.SGD(lr=0.5, clip_grad=1.0)
     )
     try:
-        actor.update_actor(stored(make_rows(), actor)).get()
+        actor.update_actor(hf.BatchRef.from_batch(make_rows())).get()
         return Path(actor.save(tmp_path_factory.mktemp("first") / "adapters"))
     finally:
         actor.close()
 
 
 @pytest.mark.parametrize("train", [hf.FSDP(), hf.Megatron(tp=2, pp=2)], ids=["fsdp", "megatron"])
-def test_training_goes_on_from_saved_adapters(pool, adapters, tmp_path, train):
-    again = hf.ActorWorker.on(pool, name="lora-again", model=adapters, train=train, optim=hf.SGD(lr=0.5))
-    frozen = hf.ReferenceWorker.on(pool, name="lora-frozen", model=adapters, train=hf.FSDP(replicate=2))
-    rows = stored(make_rows(), again)
-    try:
-        expected = tiny_models.response_log_probs(adapters, make_rows())
-        assert apart(again.compute_log_prob(rows).get()["old_log_probs"], expected) < 1e-5
-        assert apart(frozen.compute_ref_log_prob(rows).get()["ref_log_probs"], expected) < 1e-5
-        again.update_actor(rows).get()
-        saved = Path(again.save(tmp_path / "further"))
-        after = tiny_models.response_log_probs(saved, make_rows())
-        assert apart(again.compute_log_prob(rows).get()["old_log_probs"], after) < 1e-5
-        assert apart(after, expected) > 1e-3
-    finally:
-        again.close()
-        frozen.close()
+def test_training_goes_on_from_saved_adapters(place, pool, adapters, tmp_path, train):
+    again = place(hf.ActorWorker, pool, name="lora-again", model=adapters, train=train, optim=hf.SGD(lr=0.5))
+    frozen = place(hf.ReferenceWorker, pool, name="lora-frozen", model=adapters, train=hf.FSDP(replicate=2))
+    rows = hf.BatchRef.from_batch(make_rows())
+    expected = tiny_models.response_log_probs(adapters, make_rows())
+    assert apart(again.compute_log_prob(rows).get()["old_log_probs"], expected) < 1e-5
+    assert apart(frozen.compute_ref_log_prob(rows).get()["ref_log_probs"], expected) < 1e-5
+    again.update_actor(rows).get()
+    saved = Path(again.save(tmp_path / "further"))
+    after = tiny_models.response_log_probs(saved, make_rows())
+    assert apart(again.compute_log_prob(rows).get()["old_log_probs"], after) < 1e-5
+    assert apart(after, expected) > 1e-3
 
 
-def test_merged_weights_move_to_other_groups_and_none_move_in(pool, policy, adapters):
-    actor = hf.ActorWorker.on(pool, name="lora-source", model=adapters, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
-    other = hf.ReferenceWorker.on(pool, name="lora-other", model=policy, train=hf.Megatron(tp=2))
-    rows = stored(make_rows(), actor)
-    try:
-        before = actor.compute_log_prob(rows).get()["old_log_probs"]
-        hf.sync_weights(actor, other).get()
-        assert apart(other.compute_ref_log_prob(rows).get()["ref_log_probs"], before) < 1e-5
-        assert actor.compute_log_prob(rows).get()["old_log_probs"].equal(before)
-        for wrong in (
-            lambda: hf.sync_weights(other, actor),
-            lambda: hf.reallocate(actor, strategy=hf.FSDP(replicate=2)),
-        ):
-            with pytest.raises(hf.errors.ConfigError, match="trains adapters of the weights in"):
-                wrong()
-    finally:
-        actor.close()
-        other.close()
+def test_merged_weights_move_to_other_groups_and_none_move_in(place, pool, policy, adapters):
+    actor = place(hf.ActorWorker, pool, name="lora-source", model=adapters, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
+    other = place(hf.ReferenceWorker, pool, name="lora-other", model=policy, train=hf.Megatron(tp=2))
+    rows = hf.BatchRef.from_batch(make_rows())
+    before = actor.compute_log_prob(rows).get()["old_log_probs"]
+    hf.sync_weights(actor, other).get()
+    assert apart(other.compute_ref_log_prob(rows).get()["ref_log_probs"], before) < 1e-5
+    assert actor.compute_log_prob(rows).get()["old_log_probs"].equal(before)
+    for wrong in (
+        lambda: hf.sync_weights(other, actor),
+        lambda: hf.reallocate(actor, strategy=hf.FSDP(replicate=2)),
+    ):
+        with pytest.raises(hf.errors.ConfigError, match="trains adapters of the weights in"):
+            wrong()
 
 
 @pytest.mark.parametrize("trains", [(hf.FSDP, hf.Megatron), (hf.Megatron, hf.FSDP)], ids=["fsdp", "megatron"])
-def test_a_critic_trains_its_head_too(pool, policy, tmp_path, trains):
+def test_a_critic_trains_its_head_too(place, pool, policy, tmp_path, trains):
     """Another backend continues from what it saved."""
-    critic = hf.CriticWorker.on(
-        pool, name="lora-critic", model=policy, train=trains[0](lora=LORA), optim=hf.SGD(lr=0.5), offload=True
+    critic = place(
+        hf.CriticWorker,
+        pool,
+        name="lora-critic",
+        model=policy,
+        train=trains[0](lora=LORA),
+        optim=hf.SGD(lr=0.5),
+        offload=True,
     )
-    rows = stored(make_rows(), critic)
-    try:
-        for _ in range(2):
-            critic.update_critic(rows).get()
-        values = critic.compute_values(rows).get()["values"]
-        assert values.values.abs().max() > 1e-3
-        adapters, merged = (Path(critic.save(tmp_path / str(kind), merged=kind)) for kind in (False, True))
-        assert apart(tiny_models.response_values(merged, make_rows()), values) < 1e-5
-    finally:
-        critic.close()
-    again = hf.CriticWorker.on(pool, name="lora-critic-again", model=adapters, train=trains[1]())
-    try:
-        assert apart(again.compute_values(rows).get()["values"], values) < 1e-5
-    finally:
-        again.close()
+    rows = hf.BatchRef.from_batch(make_rows())
+    for _ in range(2):
+        critic.update_critic(rows).get()
+    values = critic.compute_values(rows).get()["values"]
+    assert values.values.abs().max() > 1e-3
+    adapters, merged = (Path(critic.save(tmp_path / str(kind), merged=kind)) for kind in (False, True))
+    assert apart(tiny_models.response_values(merged, make_rows()), values) < 1e-5
+    again = place(hf.CriticWorker, pool, name="lora-critic-again", model=adapters, train=trains[1]())
+    assert apart(again.compute_values(rows).get()["values"], values) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -219,13 +207,10 @@ def test_bad_settings_are_found_on_the_driver(pool, policy, adapters, settings, 
         hf.ActorWorker.on(pool, optim=hf.SGD(lr=0.1), **settings)
 
 
-def test_what_lora_cannot_do_is_said_on_the_driver(pool, policy):
+def test_what_lora_cannot_do_is_said_on_the_driver(place, pool, policy):
     settings = {"model": policy, "optim": hf.SGD(lr=0.1)}
     with pytest.raises(hf.errors.ConfigError, match="use overlap=False"):
         hf.ActorWorker.on(pool, train=hf.FSDP(lora=LORA), generate=hf.VLLM(), overlap=True, **settings)
-    actor = hf.ActorWorker.on(pool, name="no-lora", train=hf.FSDP(), **settings)
-    try:
-        with pytest.raises(hf.errors.ConfigError, match="place a ReferenceWorker"):
-            actor.compute_ref_log_prob(stored(make_rows(), actor))
-    finally:
-        actor.close()
+    actor = place(hf.ActorWorker, pool, name="no-lora", train=hf.FSDP(), **settings)
+    with pytest.raises(hf.errors.ConfigError, match="place a ReferenceWorker"):
+        actor.compute_ref_log_prob(hf.BatchRef.from_batch(make_rows()))

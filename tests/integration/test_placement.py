@@ -31,9 +31,6 @@ from hybridflow.topology import RankGrid
 ROWS = 10
 
 
-ROWS = 10
-
-
 class Base:
     """Answers who it is; takes no settings."""
 

@@ -17,7 +17,6 @@ import hybridflow as hf
 from hybridflow.algorithms.losses.loss import Totals
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.errors import DivergenceError
-from tests import tiny_models
 from tests.tiny_models import cut_rows, make_rows
 
 ROWS = 9
@@ -36,16 +35,11 @@ class Spoiled(hf.ActorWorker):
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"), tokenizer=False)
-
-
-@pytest.fixture(scope="module")
-def actor(pool, policy):
+def actor(keep, pool, policy):
     """Two replicas whose weights stay what they are."""
-    made = Spoiled.on(pool[:2], name="losses", model=policy, train=hf.Megatron(micro_tokens=30), optim=hf.SGD(lr=0.0))
-    yield made
-    made.close()
+    return keep(
+        Spoiled, pool[:2], name="losses", model=policy, train=hf.Megatron(micro_tokens=30), optim=hf.SGD(lr=0.0)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -231,12 +225,12 @@ def test_a_step_that_is_skipped_is_counted_and_said(actor, rows, said, run_direc
     assert all(math.isnan(value) for value in none.values())
 
 
-def test_a_run_that_only_skips_steps_stops_on_all_ranks(pool, policy, rows, run_directory, cluster, settle):
+def test_a_run_that_only_skips_steps_stops_on_all_ranks(place, pool, policy, rows, run_directory, cluster, settle):
     """The streak counts over calls, and a step that was made ends it."""
     old, batch = rows["old_log_probs"], hf.BatchRef.from_batch(rows)
     bad = hf.BatchRef.from_batch(rows.with_columns(old_log_probs=old.with_values(old.values * math.nan)))
     settings: dict[str, Any] = {"model": policy, "train": hf.Megatron(), "optim": hf.SGD(lr=0.0, max_skipped=3)}
-    actor = hf.ActorWorker.on(pool[:2], name="streak", **settings)
+    actor = place(hf.ActorWorker, pool[:2], name="streak", **settings)
     for given, skipped in ((bad, 2.0), (batch, 0.0), (bad, 2.0)):
         assert actor.update_actor(given, epochs=2).get()["actor/skipped"] == skipped
     cluster.iterations.begin()
@@ -252,12 +246,11 @@ def test_a_run_that_only_skips_steps_stops_on_all_ranks(pool, policy, rows, run_
     assert actor.update_actor(batch).get()["actor/skipped"] == 0
     assert actor.save(run_directory / "saved")
     settle()
-    actor.close()
 
 
 @pytest.mark.parametrize("train", [hf.Megatron(tp=2), hf.FSDP()], ids=["megatron", "fsdp"])
-def test_a_learning_rate_that_breaks_the_model_stops_the_run(pool, policy, rows, train, cluster, settle):
-    actor = hf.ActorWorker.on(pool[:2], name="broken", model=policy, train=train, optim=hf.Adam(lr=1e30))
+def test_a_learning_rate_that_breaks_the_model_stops_the_run(place, pool, policy, rows, train, cluster, settle):
+    actor = place(hf.ActorWorker, pool[:2], name="broken", model=policy, train=train, optim=hf.Adam(lr=1e30))
     batch, steps = hf.BatchRef.from_batch(rows), 0
 
     def run() -> None:
@@ -271,7 +264,6 @@ def test_a_learning_rate_that_breaks_the_model_stops_the_run(pool, policy, rows,
         run()
     assert steps <= 9  # 1 + 5, and those in flight
     settle()
-    actor.close()
 
 
 def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tmp_path):

@@ -75,48 +75,45 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_training_goes_on_in_every_layout(hosts, policy, other_pool):
+def test_training_goes_on_in_every_layout(place, hosts, policy, other_pool):
     """Issue 3, acceptance 6, and then to devices that share no torch world with the first ones."""
-    place = {"model": policy, "train": strategy(2, 2), "optim": ADAM}
-    stays = hf.ActorWorker.on(hosts, name="stays", **place)
-    moves = Watched.on(hosts, name="moves", **place)
+    settings = {"model": policy, "train": strategy(2, 2), "optim": ADAM}
+    stays = place(hf.ActorWorker, hosts, name="stays", **settings)
+    moves = place(Watched, hosts, name="moves", **settings)
     batches = [hf.BatchRef.from_batch(make_rows(8, seed=seed)) for seed in range(6)]
-    try:
-        for step, batch in enumerate(batches):
-            expected, got = (group.update_actor(batch, minibatches=2).get() for group in (stays, moves))
-            assert {"actor/loss", "actor/grad_norm", "actor/lr"} <= set(expected)
-            assert got == pytest.approx(expected, rel=TOLERANCE), f"update {step} at {moves.grid}"
-            if step < len(JOURNEY):
-                (p, t, d), devices = JOURNEY[step]
-                to = {"strategy": strategy(p, t), "pool": hosts[:devices] if devices < 8 else hosts}
-            elif step == len(JOURNEY):
-                (p, t, d), to = (1, 2, 1), {"strategy": strategy(1, 2), "pool": other_pool}
-            else:
-                break
-            pending = moves.compute_log_prob(batch)
-            before, counters = moves.whole_state().get()[0]
-            assert hf.reallocate(moves, **to) is moves
-            after, counters_after = moves.whole_state().get()[0]
-            assert (moves.grid.p, moves.grid.t, moves.grid.d) == (p, t, d)
-            assert len(moves.where().get()) == p * t * d
-            assert set(before) == {"main", "exp_avg", "exp_avg_sq", "weights"}
-            for kind, tensors in before.items():
-                assert all(torch.equal(after[kind][name], value) for name, value in tensors.items()), kind
-            assert any(value.any() for value in before["exp_avg"].values())
-            assert counters_after == counters
-            here = moves.compute_log_prob(batch).get()["old_log_probs"]
-            torch.testing.assert_close(here.values, pending.get()["old_log_probs"].values, rtol=0, atol=1e-4)
-    finally:
-        stays.close()
-        moves.close()
+    for step, batch in enumerate(batches):
+        expected, got = (group.update_actor(batch, minibatches=2).get() for group in (stays, moves))
+        assert {"actor/loss", "actor/grad_norm", "actor/lr"} <= set(expected)
+        assert got == pytest.approx(expected, rel=TOLERANCE), f"update {step} at {moves.grid}"
+        if step < len(JOURNEY):
+            (p, t, d), devices = JOURNEY[step]
+            to = {"strategy": strategy(p, t), "pool": hosts[:devices] if devices < 8 else hosts}
+        elif step == len(JOURNEY):
+            (p, t, d), to = (1, 2, 1), {"strategy": strategy(1, 2), "pool": other_pool}
+        else:
+            break
+        pending = moves.compute_log_prob(batch)
+        before, counters = moves.whole_state().get()[0]
+        assert hf.reallocate(moves, **to) is moves
+        after, counters_after = moves.whole_state().get()[0]
+        assert (moves.grid.p, moves.grid.t, moves.grid.d) == (p, t, d)
+        assert len(moves.where().get()) == p * t * d
+        assert set(before) == {"main", "exp_avg", "exp_avg_sq", "weights"}
+        for kind, tensors in before.items():
+            assert all(torch.equal(after[kind][name], value) for name, value in tensors.items()), kind
+        assert any(value.any() for value in before["exp_avg"].values())
+        assert counters_after == counters
+        here = moves.compute_log_prob(batch).get()["old_log_probs"]
+        torch.testing.assert_close(here.values, pending.get()["old_log_probs"].values, rtol=0, atol=1e-4)
 
 
-def test_an_actor_generates_before_and_after(pool, policy):
+def test_an_actor_generates_before_and_after(place, pool, policy):
     """Its vLLM is closed and built again; when that fails, the old layout has one again."""
     fragile = policy / FRAGILE
     fragile.touch()
     sampling = hf.Sampling(max_tokens=8, seed=5)
-    actor = Watched.on(
+    actor = place(
+        Watched,
         pool[0:2],
         name="generating",
         model=policy,
@@ -126,95 +123,81 @@ def test_an_actor_generates_before_and_after(pool, policy):
         offload=("optimizer",),
     )
     prompts = hf.BatchRef.from_batch(make_prompts(6))
-    try:
-        actor.update_actor(hf.BatchRef.from_batch(make_rows(8)))
-        drawn = [actor.generate_sequences(prompts)]
-        before = actor.whole_state().get()[0]
-        with pytest.raises(
-            WorkerError, match=r"no generation here\ngenerating was not moved: it is still at \(p,t,d\)=\(1,1,2\), "
-        ):
-            hf.reallocate(actor, strategy=hf.Megatron(tp=2), generate=hf.VLLM(tp=2, sampling=sampling))
-        assert (actor.grid.t, actor.grid.d) == (1, 2)
-        drawn.append(actor.generate_sequences(prompts))
-        fragile.unlink()
-        held = actor.remember().get()
-        assert actor.remembered_bytes().get() == held
-        assert min(held) > 0
-        hf.reallocate(actor, strategy=hf.Megatron(tp=2), pool=pool[1:3], generate=hf.VLLM(tp=2, sampling=sampling))
-        drawn.append(actor.generate_sequences(prompts))
-        assert actor.members == (1, 2)
-        assert actor.remembered_bytes().get() == [0, None]  # although vLLM has frozen what Python would collect
-        assert (actor.grid.t, actor.grid.t_g, actor.settings["generate"].tp) == (2, 2, 2)
-        after = actor.whole_state().get()[0]
-        assert set(after[0]) == {"main", "momentum_buffer", "weights"}
-        for kind in after[0]:
-            assert all(torch.equal(after[0][kind][name], value) for name, value in before[0][kind].items())
-        for batch in drawn:
-            found = (batch | actor.compute_log_prob(batch)).get()
-            assert float((found["log_probs"].values - found["old_log_probs"].values).abs().max()) < SAMPLING_TOLERANCE
-        responses = [batch.get()["response_ids"].tolist() for batch in drawn]
-        assert responses[0] == responses[1] == responses[2]
-        hf.reallocate(actor, strategy=hf.Megatron(), generate=None)
-        assert (actor.settings["generate"], actor.settings["offload"]) == (None, ())
-        assert actor.compute_log_prob(drawn[0]).get().rows == 6
-    finally:
-        actor.close()
+    actor.update_actor(hf.BatchRef.from_batch(make_rows(8)))
+    drawn = [actor.generate_sequences(prompts)]
+    before = actor.whole_state().get()[0]
+    with pytest.raises(
+        WorkerError, match=r"no generation here\ngenerating was not moved: it is still at \(p,t,d\)=\(1,1,2\), "
+    ):
+        hf.reallocate(actor, strategy=hf.Megatron(tp=2), generate=hf.VLLM(tp=2, sampling=sampling))
+    assert (actor.grid.t, actor.grid.d) == (1, 2)
+    drawn.append(actor.generate_sequences(prompts))
+    fragile.unlink()
+    held = actor.remember().get()
+    assert actor.remembered_bytes().get() == held
+    assert min(held) > 0
+    hf.reallocate(actor, strategy=hf.Megatron(tp=2), pool=pool[1:3], generate=hf.VLLM(tp=2, sampling=sampling))
+    drawn.append(actor.generate_sequences(prompts))
+    assert actor.members == (1, 2)
+    assert actor.remembered_bytes().get() == [0, None]  # although vLLM has frozen what Python would collect
+    assert (actor.grid.t, actor.grid.t_g, actor.settings["generate"].tp) == (2, 2, 2)
+    after = actor.whole_state().get()[0]
+    assert set(after[0]) == {"main", "momentum_buffer", "weights"}
+    for kind in after[0]:
+        assert all(torch.equal(after[0][kind][name], value) for name, value in before[0][kind].items())
+    for batch in drawn:
+        found = (batch | actor.compute_log_prob(batch)).get()
+        assert float((found["log_probs"].values - found["old_log_probs"].values).abs().max()) < SAMPLING_TOLERANCE
+    responses = [batch.get()["response_ids"].tolist() for batch in drawn]
+    assert responses[0] == responses[1] == responses[2]
+    hf.reallocate(actor, strategy=hf.Megatron(), generate=None)
+    assert (actor.settings["generate"], actor.settings["offload"]) == (None, ())
+    assert actor.compute_log_prob(drawn[0]).get().rows == 6
 
 
-def test_a_model_that_does_not_train_moves_too(pool, policy, settle):
-    reference = hf.ReferenceWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), offload=True)
+def test_a_model_that_does_not_train_moves_too(place, pool, policy, settle):
+    reference = place(hf.ReferenceWorker, pool[0:2], model=policy, train=hf.Megatron(tp=2), offload=True)
     batch = hf.BatchRef.from_batch(make_rows(5))
-    try:
-        before = reference.compute_ref_log_prob(batch)
-        hf.reallocate(reference, pool=pool[2:4])
-        assert reference.grid == RankGrid(1, 2, 1)
-        hf.reallocate(reference, strategy=hf.Megatron(pp=2))
-        after = reference.compute_ref_log_prob(batch).get()["ref_log_probs"]
-        torch.testing.assert_close(after.values, before.get()["ref_log_probs"].values, rtol=0, atol=1e-4)
-        refuse_what_cannot_be(reference, pool)
-        assert hf.reallocate(reference, pool=pool[2:4]) is reference  # it is there
-    finally:
-        reference.close()
+    before = reference.compute_ref_log_prob(batch)
+    hf.reallocate(reference, pool=pool[2:4])
+    assert reference.grid == RankGrid(1, 2, 1)
+    hf.reallocate(reference, strategy=hf.Megatron(pp=2))
+    after = reference.compute_ref_log_prob(batch).get()["ref_log_probs"]
+    torch.testing.assert_close(after.values, before.get()["ref_log_probs"].values, rtol=0, atol=1e-4)
+    refuse_what_cannot_be(reference, pool)
+    assert hf.reallocate(reference, pool=pool[2:4]) is reference  # it is there
+    reference.close()
     with pytest.raises(PlacementError, match="is closed"):
         hf.reallocate(reference, pool=pool[0:2])
     settle()
 
 
-def test_a_layout_that_its_devices_cannot_hold_is_refused(pool, policy, monkeypatch):
+def test_a_layout_that_its_devices_cannot_hold_is_refused(place, pool, policy, monkeypatch):
     """By the account that placement makes; until the state has moved, both layouts have memory."""
-    actor = hf.ActorWorker.on(pool[:2], model=policy, train=hf.Megatron(tp=2), optim=ADAM, name="moved")
+    actor = place(hf.ActorWorker, pool[:2], model=policy, train=hf.Megatron(tp=2), optim=ADAM, name="moved")
     half = PlacedGroup.of("moved", read_spec(policy, "lm"), actor.settings, actor.grid)
     assert half is not None
     bytes_ = sum(half.resident("updates", 0).values())
-    reference = hf.ReferenceWorker.on(pool[2:3], model=policy)
-    try:
-        monkeypatch.setattr(hf.ResourcePool, "device_memory", lambda _: int(1.5 * bytes_))
-        with pytest.raises(PlacementError, match=r"moved does not fit on its devices: while reference .*moved optim"):
-            hf.reallocate(actor, pool=pool[2:3], strategy=hf.Megatron())
-        with pytest.raises(
-            PlacementError, match=r"while moved moves.*moved optimizer.*moved in its old layout weights"
-        ):
-            hf.reallocate(actor, pool=pool[1:3])
-        assert (actor.members, actor.grid.t) == (pool.members[:2], 2)
-        assert actor.update_actor(make_rows(4)).get()["actor/grad_norm"] > 0
-        hf.reallocate(actor, pool=pool[2:4])
-        assert actor.members == pool.members[2:4]
-    finally:
-        actor.close()
-        reference.close()
+    place(hf.ReferenceWorker, pool[2:3], model=policy, name="reference")
+    monkeypatch.setattr(hf.ResourcePool, "device_memory", lambda _: int(1.5 * bytes_))
+    with pytest.raises(PlacementError, match=r"moved does not fit on its devices: while reference .*moved optim"):
+        hf.reallocate(actor, pool=pool[2:3], strategy=hf.Megatron())
+    with pytest.raises(PlacementError, match=r"while moved moves.*moved optimizer.*moved in its old layout weights"):
+        hf.reallocate(actor, pool=pool[1:3])
+    assert (actor.members, actor.grid.t) == (pool.members[:2], 2)
+    assert actor.update_actor(make_rows(4)).get()["actor/grad_norm"] > 0
+    hf.reallocate(actor, pool=pool[2:4])
+    assert actor.members == pool.members[2:4]
 
 
-def test_a_grid_of_its_own_stays(pool, policy):
-    reference = hf.place(hf.ReferenceWorker, pool[0:2], model=policy, grid=RankGrid(1, 2, 1))
-    try:
-        hf.reallocate(reference, pool=pool)
-        assert reference.grid == RankGrid(1, 2, 2)
-        with pytest.raises(PlacementError, match=r"grid of its own, p=1 and t=2.*multiple of 2 devices \(found 3\)"):
-            hf.reallocate(reference, pool=pool[0:3])
-        hf.reallocate(reference, strategy=hf.Megatron(pp=2), pool=pool[0:2])
-        assert reference.grid == RankGrid(2, 1, 1)
-    finally:
-        reference.close()
+def test_a_grid_of_its_own_stays(place, pool, policy):
+    reference = place(hf.ReferenceWorker, pool[0:2], model=policy, grid=RankGrid(1, 2, 1))
+    hf.reallocate(reference, pool=pool)
+    assert reference.grid == RankGrid(1, 2, 2)
+    with pytest.raises(PlacementError, match=r"grid of its own, p=1 and t=2.*multiple of 2 devices \(found 3\)"):
+        hf.reallocate(reference, pool=pool[0:3])
+    hf.reallocate(reference, strategy=hf.Megatron(pp=2), pool=pool[0:2])
+    assert reference.grid == RankGrid(2, 1, 1)
 
 
 def refuse_what_cannot_be(group: hf.WorkerGroup, pool: hf.ResourcePool) -> None:

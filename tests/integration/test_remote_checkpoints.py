@@ -254,31 +254,25 @@ def test_several_machines_need_a_directory_that_all_see(cluster, tmp_path, monke
     close(cluster)
 
 
-def test_models_and_states_are_saved_at_addresses_and_read_from_there(pool, cluster, tmp_path, staging):
+def test_models_and_states_are_saved_at_addresses_and_read_from_there(place, pool, cluster, tmp_path, staging):
     """Two ranks write; rank 0, a process of its own, sends."""
     model = tiny_models.make_policy(tmp_path / "model")
     there = f"file://{tmp_path}/there"
-    actor = hf.ReferenceWorker.on(pool[:2], model=model, train=hf.Megatron(tp=2), name="first")
-    try:
-        assert actor.save(f"{there}/model") == f"{there}/model"
-        local = actor.save(tmp_path / "local")
-    finally:
-        actor.close()
+    actor = place(hf.ReferenceWorker, pool[:2], model=model, train=hf.Megatron(tp=2), name="first")
+    assert actor.save(f"{there}/model") == f"{there}/model"
+    local = actor.save(tmp_path / "local")
     sent, written = tmp_path / "there/model", Path(local)
     assert sorted(path.name for path in sent.iterdir()) == sorted(path.name for path in written.iterdir())
     assert all((sent / path.name).read_bytes() == path.read_bytes() for path in written.iterdir())
-    again = hf.ReferenceWorker.on(pool[:1], model=f"{there}/model", train=hf.FSDP(), name="second")
-    try:
-        again.save(tmp_path / "again")
-        loader = Loader(9)
-        cluster.attach(loader, "loader")
-        loader.at = 4
-        assert hf.save(f"{there}/state", parts=[loader]) == f"{there}/state"
-        loader.at = 0
-        hf.load(f"{there}/state", parts=[loader])
-        assert loader.at == 4
-    finally:
-        again.close()
+    again = place(hf.ReferenceWorker, pool[:1], model=f"{there}/model", train=hf.FSDP(), name="second")
+    again.save(tmp_path / "again")
+    loader = Loader(9)
+    cluster.attach(loader, "loader")
+    loader.at = 4
+    assert hf.save(f"{there}/state", parts=[loader]) == f"{there}/state"
+    loader.at = 0
+    hf.load(f"{there}/state", parts=[loader])
+    assert loader.at == 4
     one, two = (load_file(path / "model.safetensors") for path in (written, tmp_path / "again"))
     assert all(one[name].equal(two[name]) for name in one)
 

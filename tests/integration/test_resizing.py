@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +20,6 @@ from tests.integration import resizing_driver
 from tests.integration.shown_actor import ADAM, Shown, Tensors
 from tests.tiny_models import make_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5  # relative, of losses and gradient norms; absolute, of weights
 STRATEGIES = {
     "megatron": (hf.Megatron(), (1, 2, 4)),
@@ -37,17 +33,13 @@ STRATEGIES = {
 
 
 @pytest.fixture
-def actors(pool, policy) -> Iterator[Any]:
+def actors(place, pool, policy) -> Callable[..., hf.WorkerGroup]:
     """Actors of a strategy on the first devices of a pool, closed after the test."""
-    made = []
 
     def actor(strategy: Any = hf.Megatron(), devices: int = 1, on: Any = pool, **settings: Any) -> hf.WorkerGroup:  # noqa: B008
-        made.append(Shown.on(on[:devices], **{"model": policy, "train": strategy, "optim": ADAM} | settings))
-        return made[-1]
+        return place(Shown, on[:devices], **{"model": policy, "train": strategy, "optim": ADAM} | settings)
 
-    yield actor
-    for group in made:
-        group.close()
+    return actor
 
 
 def reward(completions: list[str], **columns: object) -> list[float]:
@@ -110,7 +102,7 @@ def test_training_in_changing_sizes_is_training(name, actors, pool):
     assert (len(moves.all_ranks), moves.update_actor(batch).get().keys()) == (1, expected.keys())
 
 
-def test_one_size_has_memory(actors, pool, policy):
+def test_one_size_has_memory(place, actors, pool, policy):
     """The sum over all sizes is that of a group without others; an offloaded model sleeps and wakes up as well."""
     plain, moves = (actors(devices=2, name=f"memory-{who}") for who in ("stays", "moves"))
     batch = batches(1)[0]
@@ -123,23 +115,20 @@ def test_one_size_has_memory(actors, pool, policy):
     sizes.resize(2)
     assert bytes_of(moves) == {2: bytes_of(plain)[2], 1: [0], 4: [0] * 4}
     assert moves.memory() == plain.memory()
-    critic = hf.CriticWorker.on(pool[:1], model=policy, train=hf.ZeRO(stage=2), optim=ADAM, offload=True)
-    try:
-        known = GroupSizes(critic, pool, (1, 2))
-        values = critic.compute_values(batch)
-        for size in (2, 1, 2):
-            known.resize(size)
-            assert all(found == 0 for rank in critic.memory() for found in rank.values())
-        torch.testing.assert_close(critic.compute_values(batch).get()["values"].values, values.get()["values"].values)
-        assert {"critic/loss", "critic/grad_norm"} <= set(critic.update_critic(batch).get())
-    finally:
-        critic.close()
+    critic = place(hf.CriticWorker, pool[:1], model=policy, train=hf.ZeRO(stage=2), optim=ADAM, offload=True)
+    known = GroupSizes(critic, pool, (1, 2))
+    values = critic.compute_values(batch)
+    for size in (2, 1, 2):
+        known.resize(size)
+        assert all(found == 0 for rank in critic.memory() for found in rank.values())
+    torch.testing.assert_close(critic.compute_values(batch).get()["values"].values, values.get()["values"].values)
+    assert {"critic/loss", "critic/grad_norm"} <= set(critic.update_critic(batch).get())
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_frozen_model_receives_its_weights_once_for_each_size(pool, policy, actors, offload):
+def test_a_frozen_model_receives_its_weights_once_for_each_size(place, pool, policy, actors, offload):
     actor = actors(hf.FSDP(), name="source")
-    reference = hf.ReferenceWorker.on(pool[:1], model=policy, train=hf.Megatron(), offload=offload)
+    reference = place(hf.ReferenceWorker, pool[:1], model=policy, train=hf.Megatron(), offload=offload)
     batch = batches(1)[0]
 
     def log_probs(group: hf.WorkerGroup) -> torch.Tensor:
@@ -147,21 +136,18 @@ def test_a_frozen_model_receives_its_weights_once_for_each_size(pool, policy, ac
             return reference.compute_ref_log_prob(batch).get()["ref_log_probs"].values
         return actor.compute_log_prob(batch).get()["old_log_probs"].values
 
-    try:
-        before = log_probs(reference)
-        sizes = GroupSizes(reference, pool, (1, 2))
-        assert sizes.resize(2).bytes > 0
-        torch.testing.assert_close(log_probs(reference), before)
-        assert [sizes.resize(size).bytes for size in (1, 2, 1)] == [0, 0, 0]
-        actor.update_actor(batch)
-        hf.sync_weights(actor, reference)
-        assert sizes.resize(2).bytes > 0
-        torch.testing.assert_close(log_probs(reference), log_probs(actor))
-        assert not torch.equal(log_probs(reference), before)
-        sizes.resize(1)
-        torch.testing.assert_close(log_probs(reference), log_probs(actor))
-    finally:
-        reference.close()
+    before = log_probs(reference)
+    sizes = GroupSizes(reference, pool, (1, 2))
+    assert sizes.resize(2).bytes > 0
+    torch.testing.assert_close(log_probs(reference), before)
+    assert [sizes.resize(size).bytes for size in (1, 2, 1)] == [0, 0, 0]
+    actor.update_actor(batch)
+    hf.sync_weights(actor, reference)
+    assert sizes.resize(2).bytes > 0
+    torch.testing.assert_close(log_probs(reference), log_probs(actor))
+    assert not torch.equal(log_probs(reference), before)
+    sizes.resize(1)
+    torch.testing.assert_close(log_probs(reference), log_probs(actor))
 
 
 @pytest.mark.parametrize(
@@ -221,21 +207,15 @@ def test_a_host_that_dies_in_a_switch(cluster, actors, policy, settle):
 
 
 @pytest.mark.slow
-def test_a_run_whose_host_dies_in_a_switch_continues(tmp_path, actors, pool, policy, warm):
+def test_a_run_whose_host_dies_in_a_switch_continues(place, tmp_path, actors, pool, policy, warm):
     """From its checkpoint, in new hosts, where sizes are built again; the end is that of a run of constant size."""
-    program = [*warm.command, str(resizing_driver.__file__), str(tmp_path), str(policy), "arrived-1-of-2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | warm.environment
-    done = subprocess.run(program, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    done = warm.run(resizing_driver.__file__, tmp_path, policy, "arrived-1-of-2")
     [caught] = re.findall("caught: (.*)", done.stdout)
     assert re.match(r"HostLostError: actor\..* on rank 1 .*was lost", caught)
     stays = actors(hf.FSDP(), name="undisturbed")
-    reference = hf.ReferenceWorker.on(pool[:1], model=policy)
-    try:
-        for seed in range(2 * resizing_driver.STEPS):
-            resizing_driver.train(seed, stays, reference)
-    finally:
-        reference.close()
+    reference = place(hf.ReferenceWorker, pool[:1], model=policy)
+    for seed in range(2 * resizing_driver.STEPS):
+        resizing_driver.train(seed, stays, reference)
     stays.save(tmp_path / "expected")
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "expected"))
     check_equal({"weights": expected}, {"weights": found}, TOLERANCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +63,9 @@ def renumbered(classifier: Path, home: Path, template: str | None = None) -> Pat
 
 
 @pytest.fixture
-def on(pool) -> Iterator[Callable[..., hf.WorkerGroup]]:
+def on(place, pool) -> Callable[..., hf.WorkerGroup]:
     """Places a worker on two hosts, and closes it after the test."""
-    placed = []
-
-    def on(worker: type, devices: int = 2, **settings: Any) -> hf.WorkerGroup:
-        placed.append(worker.on(pool[:devices], **settings))
-        return placed[-1]
-
-    yield on
-    for group in placed:
-        group.close()
+    return lambda worker, devices=2, **settings: place(worker, pool[:devices], **settings)
 
 
 def answered() -> hf.Batch:

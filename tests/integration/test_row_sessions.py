@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,20 +25,21 @@ Rows = dict[tuple[int, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def actor(pool, policy) -> Iterator[hf.WorkerGroup]:
-    group = hf.ActorWorker.on(
-        pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=hf.VLLM(sampling=SAMPLING)
+def actor(keep, pool, policy) -> hf.WorkerGroup:
+    return keep(
+        hf.ActorWorker,
+        pool[0:2],
+        model=policy,
+        train=hf.Megatron(tp=2),
+        optim=hf.SGD(lr=0.5),
+        generate=hf.VLLM(sampling=SAMPLING),
     )
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")
-def rollout(pool, policy) -> Iterator[hf.WorkerGroup]:
+def rollout(keep, pool, policy) -> hf.WorkerGroup:
     """Two replicas."""
-    group = hf.RolloutWorker.on(pool[2:4], model=policy, generate=hf.VLLM(sampling=SAMPLING))
-    yield group
-    group.close()
+    return keep(hf.RolloutWorker, pool[2:4], model=policy, generate=hf.VLLM(sampling=SAMPLING))
 
 
 @pytest.fixture(scope="module")
@@ -131,29 +131,25 @@ class Busy(hf.ActorWorker):
 
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("tp", [2, 1])
-def test_rows_are_decoded_until_the_weights_arrive(hosts, policy, prompts, tp):
+def test_rows_are_decoded_until_the_weights_arrive(place, hosts, policy, prompts, tp):
     longer = replace(SAMPLING, max_tokens=50)
-    actor = hf.place(Busy, hosts[4:5], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
-    rollout = hf.RolloutWorker.on(hosts[6:8], name="late", model=policy, generate=hf.VLLM(tp=tp, sampling=longer))
-    try:
-        hf.sync_weights(actor, rollout).get()
-        replicas = range(2 // tp)
-        for replica in replicas:
-            rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=replica, version=3).get()
-        actor.work(1.0)
-        moved = hf.sync_weights(actor, rollout)
-        finished = [rollout.advance_rows(until=hf.Until(rows=8), replica=replica, version=4) for replica in replicas]
-        for batch in finished:
-            rows = batch.get().get()
-            assert rows.rows == 8
-            versions = rows["policy_version"].tolist()
-            assert all(row == sorted(row) and len(row) == 50 for row in versions)
-            assert sum(version == 3 for row in versions for version in row) > 8  # more than what one step made
-        assert 0 < moved.get()["pause"] < 60
-        assert moved.get()["pause"] >= moved.get()["seconds"]
-    finally:
-        rollout.close()
-        actor.close()
+    actor = place(Busy, hosts[4:5], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
+    rollout = place(hf.RolloutWorker, hosts[6:8], name="late", model=policy, generate=hf.VLLM(tp=tp, sampling=longer))
+    hf.sync_weights(actor, rollout).get()
+    replicas = range(2 // tp)
+    for replica in replicas:
+        rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=replica, version=3).get()
+    actor.work(1.0)
+    moved = hf.sync_weights(actor, rollout)
+    finished = [rollout.advance_rows(until=hf.Until(rows=8), replica=replica, version=4) for replica in replicas]
+    for batch in finished:
+        rows = batch.get().get()
+        assert rows.rows == 8
+        versions = rows["policy_version"].tolist()
+        assert all(row == sorted(row) and len(row) == 50 for row in versions)
+        assert sum(version == 3 for row in versions for version in row) > 8  # more than what one step made
+    assert 0 < moved.get()["pause"] < 60
+    assert moved.get()["pause"] >= moved.get()["seconds"]
 
 
 def test_an_actor_continues_rows_after_training(actor, rollout, prompts):
@@ -212,7 +208,7 @@ KINDS: tuple[Any, ...] = ("recompute", "keep", "offload", "auto")
 
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, policy, prompts, tp):
+def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(place, hosts, policy, prompts, tp):
     """Of two replicas, and of one on both devices. An update between two parts of a session: without effect on the
     weights all kinds give the rows of one call; with one, keys and values that stayed give the same wherever they
     waited. Rows of less than a block are computed again by "auto"."""
@@ -221,23 +217,21 @@ def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, poli
     given = {"model": policy, "train": hf.Megatron(tp=2), "optim": hf.SGD(lr=0.0)}
     for kv in KINDS:
         generate = hf.VLLM(tp=tp, sampling=SAMPLING, kv=kv)
-        group = hf.ActorWorker.on(hosts[4:6], name="waits", **given, generate=generate)
-        try:
-            for lr, greedy in cases:
-                group.set_optimizer(lr=lr).get()
-                group.advance_rows(prompts, until=hf.Until(steps=6), greedy=greedy).get()
-                _ = group.update_actor(make_rows(4)).get()
-                assert any(rank["memory/kv_cache"] for rank in group.memory()) == (kv == "keep")
-                rows = group.advance_rows(until=hf.Until(rows=100)).get().get()
-                again = [len(ids) + 6 for ids in rows["prompt_ids"].tolist()]
-                assert rows["recomputed_tokens"].tolist() == (again if kv in ("recompute", "auto") else [0] * 8)
-                found[kv, lr, greedy] = rows_of(rows)
-                if not lr:
-                    drawn = group.generate_sequences(prompts, greedy=greedy).get()["response_ids"].tolist()
-                    names = [(row, index) for row in prompts["row_id"].tolist() for index in range(SAMPLING.n)]
-                    assert {name: row["response_ids"] for name, row in rows_of(rows).items()} == dict(zip(names, drawn))
-        finally:
-            group.close()
+        group = place(hf.ActorWorker, hosts[4:6], name="waits", **given, generate=generate)
+        for lr, greedy in cases:
+            group.set_optimizer(lr=lr).get()
+            group.advance_rows(prompts, until=hf.Until(steps=6), greedy=greedy).get()
+            _ = group.update_actor(make_rows(4)).get()
+            assert any(rank["memory/kv_cache"] for rank in group.memory()) == (kv == "keep")
+            rows = group.advance_rows(until=hf.Until(rows=100)).get().get()
+            again = [len(ids) + 6 for ids in rows["prompt_ids"].tolist()]
+            assert rows["recomputed_tokens"].tolist() == (again if kv in ("recompute", "auto") else [0] * 8)
+            found[kv, lr, greedy] = rows_of(rows)
+            if not lr:
+                drawn = group.generate_sequences(prompts, greedy=greedy).get()["response_ids"].tolist()
+                names = [(row, index) for row in prompts["row_id"].tolist() for index in range(SAMPLING.n)]
+                assert {name: row["response_ids"] for name, row in rows_of(rows).items()} == dict(zip(names, drawn))
+        group.close()  # a host generates for one actor
     for case in cases:
         assert found["keep", *case] == found["offload", *case]  # bit for bit
         assert found["auto", *case] == found["recompute", *case]
@@ -246,13 +240,13 @@ def test_rows_under_way_through_updates_have_the_tokens_of_each_kind(hosts, poli
 
 
 @pytest.mark.parametrize(("tp", "kv"), [(1, "offload"), (2, "keep")])
-def test_rows_continue_from_copies_after_a_lost_host(hosts, policy, prompts, settle, tp, kv):
+def test_rows_continue_from_copies_after_a_lost_host(place, hosts, policy, prompts, settle, tp, kv):
     """What waited for them is lost with it: keys and values of all tokens are computed again, and the tokens are those
     of rows that were not interrupted."""
     given: dict[str, Any] = {"model": policy, "train": hf.Megatron(tp=2), "optim": hf.SGD(lr=0.0)}
     given["generate"] = hf.VLLM(tp=tp, sampling=SAMPLING, kv=kv)
     with hf.ResourcePool([2]) as pool:
-        group = hf.ActorWorker.on(pool, name="lost", **given)
+        group = place(hf.ActorWorker, pool, name="lost", **given)
         group.advance_rows(prompts, until=hf.Until(steps=6)).get()
         _ = group.update_actor(make_rows(4)).get()
         copies = [row for rows in group.withdraw_rows(keep=True).get() for row in rows]
@@ -260,34 +254,33 @@ def test_rows_continue_from_copies_after_a_lost_host(hosts, policy, prompts, set
         with pytest.raises(HostLostError):
             group.advance_rows(until=hf.Until(rows=100)).get().get()
         settle()
-    group = hf.ActorWorker.on(hosts[4:6], name="found", **given)
-    try:
-        wanted = whole(group, prompts)
-        assert len(copies) == len(prompts) * SAMPLING.n
-        rows = group.advance_rows(rows=copies, replica=0, until=hf.Until(rows=100)).get().get()
-        assert rows["recomputed_tokens"].tolist() == [len(ids) + 6 for ids in rows["prompt_ids"].tolist()]
-        assert same(rows_of(rows), wanted)
-    finally:
-        group.close()
+    group = place(hf.ActorWorker, hosts[4:6], name="found", **given)
+    wanted = whole(group, prompts)
+    assert len(copies) == len(prompts) * SAMPLING.n
+    rows = group.advance_rows(rows=copies, replica=0, until=hf.Until(rows=100)).get().get()
+    assert rows["recomputed_tokens"].tolist() == [len(ids) + 6 for ids in rows["prompt_ids"].tolist()]
+    assert same(rows_of(rows), wanted)
 
 
 @pytest.mark.parametrize("kv", ["recompute", "offload"])
-def test_an_offloaded_rollout_computes_the_rows_of_its_session_once(hosts, policy, prompts, kv):
+def test_an_offloaded_rollout_computes_the_rows_of_its_session_once(place, hosts, policy, prompts, kv):
     """Though its KV cache goes after every call; those of rows that were handed over go with them."""
-    group = hf.RolloutWorker.on(
-        hosts[4:6], name="away", model=policy, generate=hf.VLLM(tp=2, sampling=SAMPLING, kv=kv), offload=True
+    group = place(
+        hf.RolloutWorker,
+        hosts[4:6],
+        name="away",
+        model=policy,
+        generate=hf.VLLM(tp=2, sampling=SAMPLING, kv=kv),
+        offload=True,
     )
-    try:
-        group.advance_rows(prompts, until=hf.Until(steps=1), replica=0).get()
-        out: Rows = {}
-        for _ in range(20):
-            assert [rank["memory/kv_cache"] for rank in group.memory()] == [0.0, 0.0]
-            rows = group.advance_rows(until=hf.Until(steps=1), replica=0).get().get()
-            assert set(rows["recomputed_tokens"].tolist()) <= {0}
-            out |= rows_of(rows)
-        assert same(out, whole(group, prompts))
-    finally:
-        group.close()
+    group.advance_rows(prompts, until=hf.Until(steps=1), replica=0).get()
+    out: Rows = {}
+    for _ in range(20):
+        assert [rank["memory/kv_cache"] for rank in group.memory()] == [0.0, 0.0]
+        rows = group.advance_rows(until=hf.Until(steps=1), replica=0).get().get()
+        assert set(rows["recomputed_tokens"].tolist()) <= {0}
+        out |= rows_of(rows)
+    assert same(out, whole(group, prompts))
 
 
 def test_prompts_have_numbers_of_responses_of_their_own(rollout, prompts):

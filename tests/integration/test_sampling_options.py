@@ -4,7 +4,6 @@ policy's, and neither interruptions nor neighbours make a difference."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,10 @@ def model(policy) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rollout(pool, policy) -> Iterator[hf.WorkerGroup]:
+def rollout(keep, pool, policy) -> hf.WorkerGroup:
     """Two replicas."""
     sampling = hf.Sampling(max_tokens=TOKENS, ignore_eos=True, seed=3)
-    group = hf.RolloutWorker.on(pool[2:4], model=policy, generate=hf.VLLM(sampling=sampling))
-    yield group
-    group.close()
+    return keep(hf.RolloutWorker, pool[2:4], model=policy, generate=hf.VLLM(sampling=sampling))
 
 
 @pytest.fixture(scope="module")

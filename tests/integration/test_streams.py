@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,25 +22,19 @@ def early_letters(completions: list[str]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def actor(pool, policy) -> Iterator[hf.WorkerGroup]:
-    group = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5))
-    yield group
-    group.close()
+def actor(keep, pool, policy) -> hf.WorkerGroup:
+    return keep(hf.ActorWorker, pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5))
 
 
 @pytest.fixture(scope="module")
-def rollout(pool, policy) -> Iterator[hf.WorkerGroup]:
+def rollout(keep, pool, policy) -> hf.WorkerGroup:
     """Two replicas."""
-    group = hf.RolloutWorker.on(pool[2:4], model=policy, generate=hf.VLLM(sampling=SAMPLING))
-    yield group
-    group.close()
+    return keep(hf.RolloutWorker, pool[2:4], model=policy, generate=hf.VLLM(sampling=SAMPLING))
 
 
 @pytest.fixture(scope="module")
-def judge(pool) -> Iterator[hf.WorkerGroup]:
-    group = hf.RewardWorker.on(pool[0:2], function=early_letters)
-    yield group
-    group.close()
+def judge(keep, pool) -> hf.WorkerGroup:
+    return keep(hf.RewardWorker, pool[0:2], function=early_letters)
 
 
 def loader(steps: int, batch_size: int = 4) -> hf.PromptLoader:
@@ -262,14 +255,15 @@ def test_a_new_stream_takes_over_from_one_that_is_still_referred_to(actor, rollo
     assert not any(rollout.withdraw_rows().get())
 
 
-def test_an_actor_continues_unfinished_responses_after_its_update(pool, policy, judge):
+def test_an_actor_continues_unfinished_responses_after_its_update(place, pool, policy, judge):
     generate = hf.VLLM(sampling=SAMPLING)
-    actor = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=generate)
+    actor = place(
+        hf.ActorWorker, pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=generate
+    )
     stream = hf.stream(loader(3), actor, rows=8, n=2, max_staleness=2, call_seconds=0.001)
     for number, batch in enumerate(stream):
         _, rows = train(batch, actor, judge)
         assert all(number - 2 <= min(row) <= max(row) <= number for row in rows["policy_version"].tolist())
-    actor.close()
 
 
 def test_a_function_generates_a_batch_ahead(actor, rollout):

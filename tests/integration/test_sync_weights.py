@@ -210,79 +210,71 @@ def saved(group: hf.WorkerGroup, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(Path(group.save(folder / f"{group.name}-{time.monotonic_ns()}")) / "model.safetensors")
 
 
-def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
+def test_a_reference_and_another_actor_follow_the_actor(place, pool, policy, tmp_path):
     groups = [
-        hf.ActorWorker.on(pool[0:4], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5)),
-        hf.ReferenceWorker.on(pool[1:3], model=policy, train=hf.Megatron(pp=2), offload=True, name="followed"),
-        hf.ActorWorker.on(pool[0:3], model=policy, train=hf.Megatron(), optim=hf.Adam(lr=1e-2), name="second"),
+        place(hf.ActorWorker, pool[0:4], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5)),
+        place(hf.ReferenceWorker, pool[1:3], model=policy, train=hf.Megatron(pp=2), offload=True, name="followed"),
+        place(hf.ActorWorker, pool[0:3], model=policy, train=hf.Megatron(), optim=hf.Adam(lr=1e-2), name="second"),
     ]
     actor, reference, second = groups
     rows = make_rows(8)
     batch = hf.BatchRef.from_batch(rows)
-    try:
-        second.update_actor(batch)
-        actor.update_actor(batch)
-        hf.sync_weights(actor, reference)
-        hf.sync_weights(actor, second)
-        assert [rank["memory/parameters"] for rank in reference.memory()] == [0.0, 0.0]  # it waits on the host again
-        batch |= actor.compute_log_prob(batch)
-        batch |= reference.compute_ref_log_prob(batch)
-        found = batch.get(["old_log_probs", "ref_log_probs"])
-        reference.compute_ref_log_prob(batch).get()
-        parts = [
-            (event.method.partition("/")[2], event.bytes_in, event.bytes_out)
-            for event in pool[1:2].events()
-            if event.role == "followed" and event.method.startswith("compute_ref_log_prob/")
-        ]
-        *first, away, again, last = parts  # in once for each call, out only when they have changed
-        assert [name for name, *_ in first] in (["reload"], ["prefetch", "reload"])
-        assert sum(came for _, came, _ in first) == again[1] > 0
-        assert again[0] == "reload"
-        assert away == last == ("offload", 0, 0)
-        assert not any(left for *_, left in parts)
-        torch.testing.assert_close(found["ref_log_probs"].values, found["old_log_probs"].values, rtol=0, atol=1e-4)
-        weights, start = saved(actor, tmp_path), load_file(policy / "model.safetensors")
-        assert any(not torch.equal(weights[name], start[name]) for name in start)
-        for other in (reference, second):
-            theirs = saved(other, tmp_path)
-            assert all(torch.equal(theirs[name], weights[name]) for name in weights)
-        second.update_actor(batch)  # goes on from the new weights
-        moved = max(float((value - weights[name]).abs().max()) for name, value in saved(second, tmp_path).items())
-        assert 0 < moved < 0.05  # a step of Adam moves by about its learning rate, 0.01
-    finally:
-        for group in groups:
-            group.close()
+    second.update_actor(batch)
+    actor.update_actor(batch)
+    hf.sync_weights(actor, reference)
+    hf.sync_weights(actor, second)
+    assert [rank["memory/parameters"] for rank in reference.memory()] == [0.0, 0.0]  # it waits on the host again
+    batch |= actor.compute_log_prob(batch)
+    batch |= reference.compute_ref_log_prob(batch)
+    found = batch.get(["old_log_probs", "ref_log_probs"])
+    reference.compute_ref_log_prob(batch).get()
+    parts = [
+        (event.method.partition("/")[2], event.bytes_in, event.bytes_out)
+        for event in pool[1:2].events()
+        if event.role == "followed" and event.method.startswith("compute_ref_log_prob/")
+    ]
+    *first, away, again, last = parts  # in once for each call, out only when they have changed
+    assert [name for name, *_ in first] in (["reload"], ["prefetch", "reload"])
+    assert sum(came for _, came, _ in first) == again[1] > 0
+    assert again[0] == "reload"
+    assert away == last == ("offload", 0, 0)
+    assert not any(left for *_, left in parts)
+    torch.testing.assert_close(found["ref_log_probs"].values, found["old_log_probs"].values, rtol=0, atol=1e-4)
+    weights, start = saved(actor, tmp_path), load_file(policy / "model.safetensors")
+    assert any(not torch.equal(weights[name], start[name]) for name in start)
+    for other in (reference, second):
+        theirs = saved(other, tmp_path)
+        assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+    second.update_actor(batch)  # goes on from the new weights
+    moved = max(float((value - weights[name]).abs().max()) for name, value in saved(second, tmp_path).items())
+    assert 0 < moved < 0.05  # a step of Adam moves by about its learning rate, 0.01
 
 
-def test_a_standalone_rollout_generates_with_the_actors_weights(pool, other_pool, policy, outward):
+def test_a_standalone_rollout_generates_with_the_actors_weights(place, pool, other_pool, policy, outward):
     with pytest.raises(WorkerError, match="no room for the rest"):  # and leaves no engine behind
         hf.place(HalfBuilt, other_pool, model=str(policy), generate=hf.VLLM())
-    actor = hf.ActorWorker.on(pool, model=policy, train=hf.Megatron(tp=2, pp=2), optim=hf.SGD(lr=0.5))
-    rollout = hf.RolloutWorker.on(
-        other_pool, model=policy, generate=hf.VLLM(tp=2, sampling=hf.Sampling(max_tokens=8, seed=5))
+    actor = place(hf.ActorWorker, pool, model=policy, train=hf.Megatron(tp=2, pp=2), optim=hf.SGD(lr=0.5))
+    rollout = place(
+        hf.RolloutWorker, other_pool, model=policy, generate=hf.VLLM(tp=2, sampling=hf.Sampling(max_tokens=8, seed=5))
     )
-    try:
-        assert (rollout.grid.p, rollout.grid.t, rollout.grid.d) == (1, 2, 1)
-        prompts = hf.BatchRef.from_batch(make_prompts(6))
-        apart = []
-        for _ in range(2):
-            batch = rollout.generate_sequences(prompts)
-            batch |= actor.compute_log_prob(batch)
-            noise = batch["response_ids"].get()
-            advantages = noise.with_values(torch.randn(len(noise.values), generator=torch.Generator().manual_seed(3)))
-            actor.update_actor(batch | hf.Batch({"advantages": advantages}))
-            stale = (rollout.generate_sequences(prompts) | actor.compute_log_prob(batch)).get()
-            hf.sync_weights(actor, rollout)
-            fresh = rollout.generate_sequences(prompts)
-            fresh = (fresh | actor.compute_log_prob(fresh)).get()
-            first = batch.get()
-            apart += [difference(first), difference(fresh)]
-            assert difference(stale) > 10 * TOLERANCE
-        assert not outward()  # with engines, links and groups of every kind
-        assert max(apart) < TOLERANCE
-    finally:
-        actor.close()
-        rollout.close()
+    assert (rollout.grid.p, rollout.grid.t, rollout.grid.d) == (1, 2, 1)
+    prompts = hf.BatchRef.from_batch(make_prompts(6))
+    apart = []
+    for _ in range(2):
+        batch = rollout.generate_sequences(prompts)
+        batch |= actor.compute_log_prob(batch)
+        noise = batch["response_ids"].get()
+        advantages = noise.with_values(torch.randn(len(noise.values), generator=torch.Generator().manual_seed(3)))
+        actor.update_actor(batch | hf.Batch({"advantages": advantages}))
+        stale = (rollout.generate_sequences(prompts) | actor.compute_log_prob(batch)).get()
+        hf.sync_weights(actor, rollout)
+        fresh = rollout.generate_sequences(prompts)
+        fresh = (fresh | actor.compute_log_prob(fresh)).get()
+        first = batch.get()
+        apart += [difference(first), difference(fresh)]
+        assert difference(stale) > 10 * TOLERANCE
+    assert not outward()  # with engines, links and groups of every kind
+    assert max(apart) < TOLERANCE
 
 
 def times(pool: hf.ResourcePool, method: str) -> list[tuple[float, float]]:
@@ -293,31 +285,29 @@ def times(pool: hf.ResourcePool, method: str) -> list[tuple[float, float]]:
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("train", [hf.Megatron(tp=2), hf.Megatron(pp=2), hf.FSDP(), hf.ZeRO(stage=2)], ids=str)
-def test_weights_are_sent_while_the_step_that_makes_them_runs(pool, other_pool, policy, tmp_path, train):
+def test_weights_are_sent_while_the_step_that_makes_them_runs(place, pool, other_pool, policy, tmp_path, train):
     """Each part once it is final: bit by bit what is sent after a whole step, and only right behind an update."""
     settings = {"model": policy, "optim": hf.Adam(lr=1e-2)}
     rows, found = hf.BatchRef.from_batch(make_rows(8)), {}
     for overlap in (False, True):
-        source = hf.ActorWorker.on(pool[0:2], train=train, overlap=overlap, name=f"source-{overlap}", **settings)
-        follower = hf.ActorWorker.on(other_pool[0:2], train=hf.Megatron(tp=2), name=f"follower-{overlap}", **settings)
+        source = place(hf.ActorWorker, pool[0:2], train=train, overlap=overlap, name=f"source-{overlap}", **settings)
+        follower = place(
+            hf.ActorWorker, other_pool[0:2], train=hf.Megatron(tp=2), name=f"follower-{overlap}", **settings
+        )
         known, metrics = len(times(pool, "sync_weights")), []
-        try:
-            for iteration in range(4):
-                metrics.append(source.update_actor(rows, minibatches=2))
-                if iteration == 2:
-                    metrics[-1].get()  # the update is sent without its transfer
-                moved = hf.sync_weights(source, follower)
-            assert moved.get()["bytes"] > 0
-            weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
-            assert all(torch.equal(theirs[name], weights[name]) for name in weights)
-            updates = times(pool, "update_actor")[-4:]
-            transfers = times(pool, "sync_weights")[known:]
-            within = [start < update[1] for (start, _), update in zip(transfers, updates, strict=True)]
-            assert within == ([False, True, False, True] if overlap else [False] * 4)  # the first plans
-            found[overlap] = weights, [each.get() for each in metrics]
-        finally:
-            source.close()
-            follower.close()
+        for iteration in range(4):
+            metrics.append(source.update_actor(rows, minibatches=2))
+            if iteration == 2:
+                metrics[-1].get()  # the update is sent without its transfer
+            moved = hf.sync_weights(source, follower)
+        assert moved.get()["bytes"] > 0
+        weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
+        assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+        updates = times(pool, "update_actor")[-4:]
+        transfers = times(pool, "sync_weights")[known:]
+        within = [start < update[1] for (start, _), update in zip(transfers, updates, strict=True)]
+        assert within == ([False, True, False, True] if overlap else [False] * 4)  # the first plans
+        found[overlap] = weights, [each.get() for each in metrics]
     (weights, metrics), (others, other_metrics) = found.values()
     assert metrics == other_metrics
     assert all(torch.equal(others[name], weights[name]) for name in weights)
@@ -327,25 +317,23 @@ def broken(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> An
     raise LookupError("the reward of this row is gone")
 
 
-def test_an_update_that_fails_before_its_step_sends_what_there_is(pool, other_pool, policy, tmp_path, settle):
-    source = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), overlap=True, name="s")
-    follower = hf.ReferenceWorker.on(other_pool[0:1], model=policy, train=hf.FSDP(), name="f")
+def test_an_update_that_fails_before_its_step_sends_what_there_is(place, pool, other_pool, policy, tmp_path, settle):
+    source = place(
+        hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), overlap=True, name="s"
+    )
+    follower = place(hf.ReferenceWorker, other_pool[0:1], model=policy, train=hf.FSDP(), name="f")
     rows = hf.BatchRef.from_batch(make_rows(8))
-    try:
-        source.update_actor(rows)
-        hf.sync_weights(source, follower).get()
-        failed = source.update_actor(rows, loss=broken)
-        assert hf.sync_weights(source, follower).get()["bytes"] > 0
-        with pytest.raises(WorkerError, match="the reward of this row is gone"):
-            failed.get()
-        settle()
-        source.update_actor(rows)
-        hf.sync_weights(source, follower).get()
-        weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
-        assert all(torch.equal(theirs[name], weights[name]) for name in weights)
-    finally:
-        source.close()
-        follower.close()
+    source.update_actor(rows)
+    hf.sync_weights(source, follower).get()
+    failed = source.update_actor(rows, loss=broken)
+    assert hf.sync_weights(source, follower).get()["bytes"] > 0
+    with pytest.raises(WorkerError, match="the reward of this row is gone"):
+        failed.get()
+    settle()
+    source.update_actor(rows)
+    hf.sync_weights(source, follower).get()
+    weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
+    assert all(torch.equal(theirs[name], weights[name]) for name in weights)
 
 
 class Twice(hf.ActorWorker):
@@ -356,21 +344,17 @@ class Twice(hf.ActorWorker):
         return super()._update(*arguments)
 
 
-def test_an_update_that_steps_again_after_its_weights_left_is_refused(pool, other_pool, policy, settle):
-    source = Twice.on(pool[0:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), overlap=True, name="twice")
-    follower = hf.ReferenceWorker.on(other_pool[0:1], model=policy, train=hf.FSDP(), name="f")
+def test_an_update_that_steps_again_after_its_weights_left_is_refused(place, pool, other_pool, policy, settle):
+    source = place(Twice, pool[0:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), overlap=True, name="twice")
+    follower = place(hf.ReferenceWorker, other_pool[0:1], model=policy, train=hf.FSDP(), name="f")
     rows = hf.BatchRef.from_batch(make_rows(8))
-    try:
-        source.update_actor(rows).get()
-        hf.sync_weights(source, follower).get()
-        failed = source.update_actor(rows)
-        hf.sync_weights(source, follower)
-        with pytest.raises(WorkerError, match="an update stepped again after its weights had left"):
-            failed.get()
-        settle()
-    finally:
-        source.close()
-        follower.close()
+    source.update_actor(rows).get()
+    hf.sync_weights(source, follower).get()
+    failed = source.update_actor(rows)
+    hf.sync_weights(source, follower)
+    with pytest.raises(WorkerError, match="an update stepped again after its weights had left"):
+        failed.get()
+    settle()
 
 
 class Counts(hf.ReferenceWorker):
@@ -408,43 +392,32 @@ class Perturbed(hf.ReferenceWorker):
             tensor.add_(1.0)
 
 
-def test_weights_that_a_users_class_writes_are_sent_again(pool, other_pool, policy, tmp_path):
-    place = {"model": policy, "train": hf.FSDP()}
-    groups = [
-        Perturbed.on(pool[0:1], name="source", **place),
-        Perturbed.on(other_pool[0:1], name="follower", **place),
-        Counts.on(other_pool[1:2], name="own", **place),
-    ]
-    source, follower, own = groups
-    try:
-        first, again = (hf.sync_weights(source, follower).get()["bytes"] for _ in range(2))
-        assert first > again == 0
-        for written in (source, follower):
-            written.perturb().get()
-            assert hf.sync_weights(source, follower).get()["bytes"] == first
-            weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
-            assert all(torch.equal(theirs[name], weights[name]) for name in weights)
-        assert [hf.sync_weights(source, own).get()["bytes"] for _ in range(2)] == [first, first]  # it may change them
-    finally:
-        for group in groups:
-            group.close()
+def test_weights_that_a_users_class_writes_are_sent_again(place, pool, other_pool, policy, tmp_path):
+    settings = {"model": policy, "train": hf.FSDP()}
+    source = place(Perturbed, pool[0:1], name="source", **settings)
+    follower = place(Perturbed, other_pool[0:1], name="follower", **settings)
+    own = place(Counts, other_pool[1:2], name="own", **settings)
+    first, again = (hf.sync_weights(source, follower).get()["bytes"] for _ in range(2))
+    assert first > again == 0
+    for written in (source, follower):
+        written.perturb().get()
+        assert hf.sync_weights(source, follower).get()["bytes"] == first
+        weights, theirs = saved(source, tmp_path), saved(follower, tmp_path)
+        assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+    assert [hf.sync_weights(source, own).get()["bytes"] for _ in range(2)] == [first, first]  # it may change them
 
 
-def test_weights_that_did_not_arrive_everywhere_are_taken_nowhere(pool, other_pool, policy, tmp_path, settle):
+def test_weights_that_did_not_arrive_everywhere_are_taken_nowhere(place, pool, other_pool, policy, tmp_path, settle):
     """An average of all earlier weights would differ between the ranks of one model."""
-    source = hf.ActorWorker.on(pool[0:1], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), name="s")
-    follower = Counts.on(other_pool[0:2], model=policy, train=hf.FSDP(), ema_decay=0.5, name="counts")
-    try:
+    source = place(hf.ActorWorker, pool[0:1], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5), name="s")
+    follower = place(Counts, other_pool[0:2], model=policy, train=hf.FSDP(), ema_decay=0.5, name="counts")
+    hf.sync_weights(source, follower).get()
+    follower.spoil().get()
+    with pytest.raises(WorkerError, match="the last part did not arrive"):
         hf.sync_weights(source, follower).get()
-        follower.spoil().get()
-        with pytest.raises(WorkerError, match="the last part did not arrive"):
-            hf.sync_weights(source, follower).get()
-        settle()
-        hf.sync_weights(source, follower).get()
-        assert follower.times().get() == [2, 2]
-    finally:
-        source.close()
-        follower.close()
+    settle()
+    hf.sync_weights(source, follower).get()
+    assert follower.times().get() == [2, 2]
 
 
 def difference(batch: hf.Batch) -> float:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +17,6 @@ import hybridflow as hf
 from tests import tiny_models
 
 TRAIN = hf.Megatron(pp=2, micro_tokens=24)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +88,15 @@ def test_together_equals_serial_updates(pair, rows, caplog):
     assert "actor/grad_norm" in actor.update_actor(rows).get()
 
 
-def test_three_updates_are_one_call(pair, pool, models, rows):
+def test_three_updates_are_one_call(place, pair, pool, models, rows):
     actor, critic = pair()
-    second = hf.ActorWorker.on(pool[0:2], model=models["actor"], train=TRAIN, optim=hf.Adam(lr=1e-3), name="second")
-    try:
-        updates = second.update_actor(rows), actor.update_actor(rows, minibatches=2), critic.update_critic(rows)
-        assert hf.together(*updates) == updates
-        assert all("skipped" in str(update.get()) for update in updates)
-        times = [spans(group, method) for group, method in ((second, "update_actor"), (actor, "update_actor"))]
-        times.append(spans(critic, "update_critic"))
-        assert max(start for start, _ in times) < min(end for _, end in times), "they ran at the same time"
-    finally:
-        second.close()
+    second = place(hf.ActorWorker, pool[0:2], model=models["actor"], train=TRAIN, optim=hf.Adam(lr=1e-3), name="second")
+    updates = second.update_actor(rows), actor.update_actor(rows, minibatches=2), critic.update_critic(rows)
+    assert hf.together(*updates) == updates
+    assert all("skipped" in str(update.get()) for update in updates)
+    times = [spans(group, method) for group, method in ((second, "update_actor"), (actor, "update_actor"))]
+    times.append(spans(critic, "update_critic"))
+    assert max(start for start, _ in times) < min(end for _, end in times), "they ran at the same time"
 
 
 def test_a_held_update_is_sent_by_any_other_use_of_the_session(pair, rows):
@@ -211,11 +205,8 @@ def test_events_are_those_of_all_updates_so_far(pair, pool, rows):
 
 def test_a_session_shares_stages_by_itself(models, warm, tmp_path):
     """`hf.init(time_sharing=True)` in a driver of its own; `shutdown` runs what is held."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | warm.environment
-    program = [*warm.command, str(ROOT / "tests/integration/sharing_driver.py"), str(models["actor"])]
-    program += [str(models["critic"]), str(tmp_path / "ran")]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    driver = Path(__file__).with_name("sharing_driver.py")
+    done = warm.run(driver, models["actor"], models["critic"], tmp_path / "ran")
     serial, shared, parted = map(json.loads, re.findall("found: (.*)", done.stdout))
     assert not serial.pop("together")
     assert shared.pop("together")

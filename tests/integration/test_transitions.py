@@ -6,7 +6,7 @@ The holders are plain tensors in the layouts of Megatron and vLLM; `test_hybrid_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,10 +76,8 @@ def transitions(world: World, cases: list[Case], name: str) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(8)
-    yield processes
-    processes.close()
+def ranks(rank_processes) -> RankProcesses:
+    return rank_processes(8)
 
 
 @pytest.fixture(scope="module")

@@ -113,10 +113,6 @@ def difference(one: hf.Ragged, other: hf.Ragged) -> float:
     return float((one.values - other.values).abs().max())
 
 
-def stored(batch: hf.Batch, group: hf.WorkerGroup) -> hf.BatchRef:
-    return hf.BatchRef.from_batch(batch)
-
-
 # The actor: generation and training of one model
 
 
@@ -208,13 +204,10 @@ def test_the_saved_model_is_the_one_that_generates(observe, name):
     assert tiny_models.greedy(seen.saved, make_prompts()["prompt_ids"].tolist(), 8) == seen.greedy
 
 
-def test_a_saved_model_goes_on_in_a_new_actor(observe, pool):
+def test_a_saved_model_goes_on_in_a_new_actor(place, observe, pool):
     seen = observe("d2")
-    actor = hf.ActorWorker.on(pool[1:2], name="heir", model=seen.saved, generate=hf.VLLM(sampling=SAMPLING))
-    try:
-        drawn = actor.generate_sequences(make_prompts(), greedy=True).get()
-    finally:
-        actor.close()
+    actor = place(hf.ActorWorker, pool[1:2], name="heir", model=seen.saved, generate=hf.VLLM(sampling=SAMPLING))
+    drawn = actor.generate_sequences(make_prompts(), greedy=True).get()
     assert drawn["response_ids"].tolist() == seen.greedy
     assert drawn["response"] == seen.text["response"]
 
@@ -287,16 +280,20 @@ def test_every_way_to_generation_gives_the_same(moved, name):
 
 @pytest.mark.parametrize("settings", [{}, TRANSITIONS["moved aside"]], ids=["plain", "moved aside"])
 @pytest.mark.parametrize("train", [hf.FSDP(dtype="bfloat16"), hf.ZeRO(stage=2, dtype="bfloat16")], ids=["fsdp", "zero"])
-def test_sharded_weights_travel_in_16_bits(pool, policy, train, settings):
+def test_sharded_weights_travel_in_16_bits(place, pool, policy, train, settings):
     """FSDP's parameters are float32 and what generates is not; those of ZeRO-2 come back from main parameters."""
     generate = hf.VLLM(tp=2, dtype="bfloat16", sampling=SAMPLING)
-    actor = hf.ActorWorker.on(
-        pool, name="mover-16", model=policy, train=train, optim=hf.Adam(lr=1e-2), generate=generate, **settings
+    actor = place(
+        hf.ActorWorker,
+        pool,
+        name="mover-16",
+        model=policy,
+        train=train,
+        optim=hf.Adam(lr=1e-2),
+        generate=generate,
+        **settings,
     )
-    try:
-        seen = _moved(actor)
-    finally:
-        actor.close()
+    seen = _moved(actor)
     assert seen.drawn[0] != seen.drawn[1] == seen.drawn[2]
     assert all(rank["memory/generation"] == 0 for rank in seen.training)
 
@@ -326,7 +323,7 @@ def test_memory_is_held_by_one_side_at_a_time(moved):
 def test_values_are_those_of_the_value_head(pool, classifier, pp, tp):
     critic = hf.CriticWorker.on(pool, model=classifier, train=hf.Megatron(tp=tp, pp=pp))
     rows = make_rows()
-    found = critic.compute_values(stored(rows, critic)).get()["values"]
+    found = critic.compute_values(hf.BatchRef.from_batch(rows)).get()["values"]
     critic.close()
     assert difference(tiny_models.response_values(classifier, rows), found) < 1e-4
 
@@ -338,7 +335,7 @@ def test_a_critic_learns_the_same_at_any_data_parallel_size(pool, classifier, po
         critic = hf.CriticWorker.on(
             pool[:devices], model=classifier, train=hf.Megatron(pp=pp), optim=hf.SGD(lr=0.05, clip_grad=0.0)
         )
-        batch = stored(rows, critic)
+        batch = hf.BatchRef.from_batch(rows)
         found.append([critic.update_critic(batch, minibatches=2, epochs=2, uneven=True).get() for _ in range(2)])
         values.append(critic.compute_values(batch).get()["values"])
         critic.close()
@@ -392,7 +389,7 @@ def test_scores_are_those_of_the_classifier(pool, classifier, pp, tp):
     """The head at the last token of rows of different length; transformers pads them on the right."""
     reward = hf.RewardWorker.on(pool, model=classifier, train=hf.Megatron(tp=tp, pp=pp))
     rows = make_rows()
-    found = reward.compute_reward(stored(rows, reward)).get()["rewards"]
+    found = reward.compute_reward(hf.BatchRef.from_batch(rows)).get()["rewards"]
     reward.close()
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, tiny_models.scores(classifier, rows), atol=1e-4, rtol=0)
@@ -416,3 +413,43 @@ def test_a_reward_function_gets_every_row_with_its_columns(pool, policy):
     texts = tiny_models.TEXT.tokenizer().batch_decode(rows["response_ids"].tolist(), skip_special_tokens=True)
     assert found.tolist() == pytest.approx([len(text) + i / 100 for i, text in enumerate(texts)])
     assert all(math.isfinite(value) for value in found.tolist())
+
+
+ADAM = hf.Adam(lr=0.02, eps=1e-3)
+
+SETUPS: dict[str, tuple[Any, Any, Any, Any]] = {  # of actor, critic, reference, reward
+    "mixed": (hf.Megatron(tp=2), hf.FSDP(), hf.ZeRO(stage=3), hf.FSDP(tp=2)),
+    "exchanged": (hf.FSDP(), hf.ZeRO(stage=2), hf.Megatron(tp=2), hf.ZeRO(stage=1)),
+}
+
+
+def ppo(place: Any, pool: hf.ResourcePool, name: str, policy: Path, classifier: Path) -> list[dict[str, float]]:
+    """Two steps of PPO with four models, each on its own backend, on the devices of one pool."""
+    train = dict(zip(("actor", "critic", "reference", "reward"), SETUPS[name], strict=True))
+    generate = hf.VLLM(tp=1, sampling=SAMPLING)
+    actor = place(
+        hf.ActorWorker, pool, name=f"{name}-actor", model=policy, train=train["actor"], optim=ADAM, generate=generate
+    )
+    critic = place(hf.CriticWorker, pool, name=f"{name}-critic", model=classifier, train=train["critic"], optim=ADAM)
+    reference = place(hf.ReferenceWorker, pool, name=f"{name}-reference", model=policy, train=train["reference"])
+    reward = place(hf.RewardWorker, pool, name=f"{name}-reward", model=classifier, train=train["reward"])
+    figures = []
+    for seed in range(2):
+        batch = actor.generate_sequences(hf.BatchRef.from_batch(make_prompts(seed=seed)))
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch |= critic.compute_values(batch)
+        batch |= reward.compute_reward(batch)
+        batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95, kl_coef=0.05)
+        learned = [update(batch, minibatches=2, uneven=True) for update in (critic.update_critic, actor.update_actor)]
+        figures.append({name: value for metrics in learned for name, value in metrics.get().items()})
+    actor.close()  # a host generates for one actor
+    return figures
+
+
+def test_a_loop_does_not_notice_its_backends(place, pool, policy, classifier):
+    mixed, exchanged = (ppo(place, pool, name, policy, classifier) for name in SETUPS)
+    for found, expected in zip(mixed, exchanged, strict=True):
+        assert {"actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm"} <= set(found)
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert mixed[0] != mixed[1]
