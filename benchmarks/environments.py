@@ -76,7 +76,7 @@ def measure(checkpoint: str, stop: int, encode: Any, seconds: Sequence[Sequence[
     """Run all trajectories at once."""
     given = SessionProcess(ToolLoop((wait,), len(seconds[0]) + 1), checkpoint, (stop,), 60.0)
     processes, numbers = RecentProcesses(1), count()
-    sessions = Sessions(lambda: (given, None, processes.of(given)), numbers, concurrency=len(seconds))
+    sessions = Sessions(lambda: (given, *processes.of(given, None, 1)), numbers, concurrency=len(seconds))
 
     def start(rows: int) -> None:
         sessions.start([Row(row, 0, [], Sampling(), row) for row in range(rows)], [{"prompt": "Go."}] * rows)

@@ -39,7 +39,7 @@ def run(
     tokenizer, stop = tokenizer_of("qwen3")
     given = SessionProcess(act, checkpoint, (stop,), seconds, {}, 0 if images is None else images.most_pixels)
     processes, found = RecentProcesses(1), []
-    begin = lambda: (given, images, processes.of(given))  # noqa: E731
+    begin = lambda: (given, *processes.of(given, images, workers))  # noqa: E731
     sessions = Sessions(begin, count(), workers=workers, concurrency=concurrency)
     turns = dict.fromkeys(range(len(rows)), 0)
     try:

@@ -151,7 +151,7 @@ class Agent:
             stop_ids, images = end_token_ids(checkpoint), self._images(checkpoint)
             options, pixels = dict(self.chat_template_kwargs), 0 if images is None else images.most_pixels
             process = SessionProcess(self.act, checkpoint, stop_ids, self.timeout, options, pixels)
-            return process, images, processes.of(process)
+            return process, *processes.of(process, images, self.workers)
 
         attempts = _ATTEMPTS if self.on_failure == "retry" else 1
         return Sessions(begin, numbers, workers=self.workers, concurrency=self.concurrency, attempts=attempts)

@@ -46,22 +46,29 @@ class RecentProcesses:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._made: dict[bytes, Supervisor] = {}  # by what they run, the last one used last
+        self._made: dict[bytes, tuple[Supervisor, TurnImages | None]] = {}  # by what they run, the last one used last
 
-    def of(self, process: SessionProcess) -> Supervisor:
-        """Those of a recent call, where they run the same. Errors: ConfigError for what cannot be sent to them."""
-        name = pickled(process, "the agent")
-        if (found := self._made.pop(name, None)) is None:
-            found = Supervisor(pickled(process.main, "the agent"))
-        self._made[name] = found
+    def of(
+        self, process: SessionProcess, images: TurnImages | None, workers: int
+    ) -> tuple[TurnImages | None, Supervisor]:
+        """At most `workers`, of a recent call where they run the same, and `images` of that call, whose processor is
+        loaded. Errors: ConfigError for what cannot be sent."""
+        name = pickled((process, images), "the agent")
+        found, images = self._made.pop(name, (None, images))
+        found = Supervisor(pickled(process.main, "the agent")) if found is None else found
+        self._made[name] = found, images
+        for worker in sorted(found.workers, key=lambda one: one.retiring)[workers:]:
+            found.end(worker)
+        for worker in [one for one in found.workers if one.retiring]:
+            found.end(worker)
         while len(self._made) > self._most:
-            self._made.pop(next(iter(self._made))).close()
-        return found
+            self._made.pop(next(iter(self._made)))[0].close()
+        return images, found
 
     def close(self) -> None:
         """May be called twice; `of` begins anew."""
         while self._made:
-            self._made.popitem()[1].close()
+            self._made.popitem()[1][0].close()
 
 
 @dataclass(eq=False)
@@ -112,7 +119,6 @@ class _Process:
     worker: WorkerProcess
     level: int
     sessions: dict[int, _Session] = field(default_factory=dict)
-    retiring: bool = False
 
 
 def _row_id(key: int) -> int:
@@ -301,7 +307,7 @@ class Sessions:
             self._tell(session, "start", session.row, session.pictures)
 
     def _process_for(self, level: int) -> _Process | None:
-        of_level = [one for one in self._processes if (one.level > 0) == (level > 0) and not one.retiring]
+        of_level = [one for one in self._processes if (one.level > 0) == (level > 0) and not one.worker.retiring]
         open_ = [one for one in of_level if one.level == level and len(one.sessions) < _TOGETHER[level]]
         most = _SPARE if level else self._workers
         if (not open_ or (level == 0 and all(one.sessions for one in open_))) and len(of_level) < most:
@@ -335,13 +341,13 @@ class Sessions:
             except (ValueError, TypeError, KeyError, IndexError):
                 self._end_process(process)
         for process in list(self._processes):
-            if (process.retiring or process.level) and not process.sessions:  # spare ones make room for others
+            if (process.worker.retiring or process.level) and not process.sessions:  # spare ones make room for others
                 self._end_process(process)
 
     def _heard(self, process: _Process, message: list[Any], asked: list[_Asked]) -> None:
         what = message[0]
         if what == "stuck":
-            process.retiring = True
+            process.worker.retiring = True
         if what not in ("turn", "image", "end", "failed") or (session := process.sessions.get(message[1])) is None:
             return
         if what == "turn":

@@ -117,7 +117,8 @@ class ServerProcess:
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """One worker process. It is killed at `due` with the words `late`; `ready` once it has loaded the function."""
+    """One worker process. It is killed at `due` with the words `late`; `ready` once it has loaded the function;
+    `retiring`: it gets no new work."""
 
     server: ServerProcess
     pid: int
@@ -127,6 +128,7 @@ class WorkerProcess:
     due: float = math.inf
     late: str = ""
     ready: bool = False
+    retiring: bool = False
     printed: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
     incoming: Incoming = field(default_factory=Incoming)

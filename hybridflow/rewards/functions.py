@@ -210,7 +210,7 @@ class Chunk(NamedTuple):
             and not (values.error and (raising or isinstance(values.error, LateCallError)))
         ):
             return None
-        elif values.reason.startswith(UNSENT):
+        elif isinstance(values, Breakdown) and values.reason.startswith(UNSENT):
             raise self.reward.error(f"{values.reason} at row {self.table.rows[self.at[0]]}.")
         elif raising:
             raise self.failed(values) from values.error

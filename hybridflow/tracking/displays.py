@@ -227,10 +227,10 @@ class RunDisplay:
             table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*(Text(_short(row.get(name))) for name in names))
-        with self._console.capture() as printed:
-            self._console.print(table)
-        # another live display may be on the screen: it has replaced sys.stdout to print above itself
-        (sys.stdout if self._console.is_terminal else self._console.file).write(printed.get())
+        # a live display on the screen adds itself to what its console prints, and has replaced sys.stdout, above it
+        shown, terminal = io.StringIO(), self._console.is_terminal
+        Console(file=shown, width=self._console.width, force_terminal=terminal).print(table)
+        (sys.stdout if terminal else self._console.file).write(shown.getvalue())
 
     def close(self) -> None:
         if self._live is not None:

@@ -107,6 +107,18 @@ def test_training_goes_on_in_every_layout(place, hosts, policy, other_pool):
         torch.testing.assert_close(here.values, pending.get()["old_log_probs"].values, rtol=0, atol=1e-4)
 
 
+def test_an_actor_changes_its_backend_while_it_trains(place, pool, policy):
+    """Weights, moments and step counts come along; updates are those of an actor that stayed."""
+    settings = {"model": policy, "train": hf.Megatron(tp=2), "optim": ADAM}
+    stays, moves = (place(hf.ActorWorker, pool, name=name, **settings) for name in ("unmoved", "moved"))
+    for seed, to in enumerate([hf.FSDP(), hf.ZeRO(stage=2), hf.Megatron(pp=2, tp=2), None]):
+        batch = hf.BatchRef.from_batch(make_rows(8, seed=seed))
+        expected, got = (group.update_actor(batch, minibatches=2).get() for group in (stays, moves))
+        assert got == pytest.approx(expected, rel=1e-3, abs=1e-6), f"update {seed}"
+        if to is not None:
+            assert hf.reallocate(moves, strategy=to) is moves
+
+
 def test_an_actor_generates_before_and_after(place, pool, policy):
     """Its vLLM is closed and built again; when that fails, the old layout has one again."""
     fragile = policy / FRAGILE

@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
@@ -190,9 +190,14 @@ class ClusterSpec:
         for node in self.nodes:
             good = isinstance(node, NodeSpec)
             require(good, f"ClusterSpec: {node!r} is not a NodeSpec. ClusterSpec.of reads a description. {_FORM}")
-        kinds = [f"{node.count} x {node.device.name}" for node in dict.fromkeys(self.nodes)]
-        cure = "Plan for those of one kind, or describe all of them as smaller nodes of one size."
-        require(len(kinds) == 1, f"ClusterSpec: its nodes are alike, got {', '.join(kinds)}. {cure}")
+        first, *others = dict.fromkeys(self.nodes)
+        for other in others:
+            name = next(
+                each.name for each in fields(NodeSpec) if getattr(first, each.name) != getattr(other, each.name)
+            )
+            found = [getattr(one, name) for one in (first, other)]
+            cure = "Plan for those of one kind, or describe all of them as smaller nodes of one size."
+            raise ConfigError(f"ClusterSpec: its nodes are alike, got {name}={found[0]!r} and {found[1]!r}. {cure}")
         check_fields(self)
 
     @classmethod
@@ -204,12 +209,12 @@ class ClusterSpec:
             return text
         if not isinstance(text, str):
             raise ConfigError(f"cluster {text!r} is not a description of a cluster. {_FORM}")
+        require("," not in text, f"cluster {text!r}: its nodes are alike, so give one kind and size. {_FORM}")
         if here := _HERE.fullmatch(text.strip().lower()):
             return cls.this_machine(int(here["devices"]) if here["devices"] else None)
         match = _PART.fullmatch(text.strip().lower())
         if match is None:
-            kinds = " Nodes are of one kind: plan for each kind alone." if "," in text else ""
-            raise ConfigError(f"cluster {text!r} is not of the form DEVICE:NODESxDEVICES.{kinds} {_FORM}")
+            raise ConfigError(f"cluster {text!r} is not of the form DEVICE:NODESxDEVICES. {_FORM}")
         spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
         good = nodes >= 1 and count >= 1
         require(good, f"cluster {text!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")

@@ -90,6 +90,8 @@ def plan(
     require(good, f"staleness={staleness!r}: give a whole number of weight updates.")
     if search not in get_args(Search):
         raise ConfigError(f"search={search!r} is unknown.{nearest(str(search), get_args(Search))}")
+    mixed = search == "mcmc" and not per_call
+    require(not mixed, 'search="mcmc" changes layouts of calls: leave it out with per_call=False (--one-layout).')
     spec = ClusterSpec.of(cluster)
     if profile is not None:
         spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)

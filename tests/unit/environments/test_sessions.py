@@ -457,3 +457,20 @@ def test_what_would_be_dropped_is_refused_by_name(checkpoint, tmp_path):
     assert "image_url" in said["image"][1]["message"]
     assert said["streaming"][1]["param"] == "stream"
     assert said["options"][1]["param"] == "stream_options"
+
+
+def test_processes_of_a_recent_call_are_as_many_as_this_one_may_have(checkpoint):
+    from hybridflow.environments.session_process import SessionProcess
+    from hybridflow.environments.sessions import RecentProcesses  # not in the processes: it imports torch
+
+    given = SessionProcess(EnvironmentLoop(Guess, 4), checkpoint, (0,), 10.0, {}, 0)
+    recent = RecentProcesses(1)
+    try:
+        _, processes = recent.of(given, None, 4)
+        first = [processes.fork() for _ in range(4)]
+        first[0].retiring = True
+        assert recent.of(given, None, 2)[1] is processes
+        assert len(processes.workers) == 2
+        assert first[0] not in processes.workers
+    finally:
+        recent.close()

@@ -85,7 +85,7 @@ def test_clusters_count_their_devices_through():
         ("a100", "a100:16x8"),
         ("a100:2x8@1.2.3gbps", "not of the form"),
         ("", "a100:16x8"),
-        ("a100:2x8,h100:1x4", "one kind: plan for each kind alone"),
+        ("a100:2x8,h100:1x4", "give one kind and size"),
         (16, "is not a description"),
     ],
 )
@@ -116,7 +116,7 @@ def test_sizes_that_are_refused():
         NodeSpec(spec, 8, 1e9, slowdown=((4, 2), (2, 1)))
     with pytest.raises(ConfigError, match="at least one node"):
         ClusterSpec((), 1e9)
-    with pytest.raises(ConfigError, match="its nodes are alike, got 8 x a100, 4 x a100"):
+    with pytest.raises(ConfigError, match="its nodes are alike, got count=8 and 4"):
         ClusterSpec((NodeSpec(spec, 8, 1e9), NodeSpec(spec, 4, 1e9)), 1e9)
     for index in (-1, 32):
         with pytest.raises(PlacementError, match="0 to 31"):

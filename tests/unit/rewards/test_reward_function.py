@@ -349,6 +349,7 @@ def test_per_row_refuses_functions_without_two_texts():
 
 def test_what_hybridflow_writes_per_token_is_only_given_by_name():
     written = {
+        "own": Ragged.from_rows([[1], [2, 3], []]),
         "log_probs": Ragged.from_rows([[0.1], [0.2, 0.3], [0.4]]),
         "rewards/format": torch.ones(3),
         "row_id": torch.arange(3),
@@ -365,7 +366,8 @@ def test_what_hybridflow_writes_per_token_is_only_given_by_name():
     assert reward.reads is None
     reward(PROMPTS, RESPONSES, ANSWERED | written)
     assert seen["completion_ids"] == IDS.tolist()
-    assert sorted(seen) == ["answer", "completion_ids", "prompts", "rewards/format", "row_id"]
+    assert sorted(seen) == ["answer", "completion_ids", "own", "prompts", "rewards/format", "row_id"]
+    assert seen["own"] == [[1], [2, 3], []]
     assert seen["row_id"] == [0, 1, 2]
 
     @per_row

@@ -294,6 +294,16 @@ def test_rewards_per_token():
         both.close()
 
 
+@pytest.mark.parametrize("reason", [ValueError("why"), None, 3, "answered with what cannot be sent back"], ids=repr)
+def test_a_function_may_fail_all_rows_for_any_reason(reason):
+    def never(prompts, completions, **kwargs):
+        return RowFailure(reason)
+
+    scores = Functions(never, on_failure="zero")(PROMPTS, RESPONSES, {})
+    assert scores.rewards.tolist() == [0.0] * len(PROMPTS)
+    assert all(f"never: {reason}" in str(one) for one in scores.failures)
+
+
 def test_no_rows_call_nothing():
     scores = Functions([correct, dies_on_three], workers=2)([], [], {"answer": []})
     assert scores.rewards.shape == (0,)

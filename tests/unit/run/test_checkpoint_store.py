@@ -431,6 +431,7 @@ def test_a_model_replaces_no_other_files(there, address, tmp_path):
         ("s3://bucket/../other", r"without '\.\.'"),
         ("http://127.0.0.1:9/run", "cannot be written"),
         ("s3://me:hidden@bucket/run", r"^the address s3://\.\.\. has a password: credentials go into the environment"),
+        ("s3://me:hid/den@bucket/run", r"^the address s3://\.\.\. has a password"),
         ("sftp://me:22hidden@host:22/run", r"^the address sftp://\.\.\. has a password"),
     ],
 )
