@@ -1,6 +1,7 @@
 """What is refused on the driver before a call with an agent, and which row of the engine continues which."""
 
 import json
+import pickle
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from hybridflow.config import Sampling, Until
 from hybridflow.engines.contract import Row
 from hybridflow.environments.agent import ActingSession, Agent, report_failures
 from hybridflow.environments.sessions import Sessions
+from hybridflow.environments.trajectory import Trajectory
 from hybridflow.errors import ConfigError, RewardError
 from tests.example_templates import byte_tokenizer
 
@@ -90,21 +92,32 @@ def test_seconds_are_any_number_above_zero(seconds):
 
 
 class Scripted:
-    """In the place of the processes: one that says what it is given."""
+    """In the place of the processes: the newest one says what it is given, or ends where that is a text."""
 
-    ready = True
+    ready, retiring = True, False
 
     def __init__(self) -> None:
         self.says: list[Any] = []
+        self.told: list[tuple[Any, ...]] = []
         self.workers = [self]
 
     def allow(self, *_) -> None: ...
 
-    def send(self, message: bytes) -> None: ...
+    def send(self, message: bytes) -> None:
+        self.told.append(pickle.loads(message))
 
     def poll(self, seconds: float) -> list[Any]:
         found, self.says = self.says, []
-        return [(self, json.dumps(message).encode()) for message in found]
+        worker = self.workers[-1]
+        return [(worker, one if isinstance(one, str) else json.dumps(one).encode()) for one in found]
+
+    def fork(self) -> "Scripted":
+        self.workers.append(worker := Scripted())
+        return worker
+
+    def end(self, worker: "Scripted") -> str:
+        self.workers.remove(worker)
+        return "was ended"
 
 
 def test_a_turn_continues_the_row_that_has_its_tokens():
@@ -143,6 +156,68 @@ def test_a_turn_continues_the_row_that_has_its_tokens():
     said(anew, 2)
     assert turns.done() == [anew.name]
     assert turns.done() == []
+
+
+def begun(attempts: int = 1) -> tuple[Scripted, Sessions]:
+    """One trajectory."""
+    processes, given = Scripted(), SimpleNamespace(seconds=1.0)
+    turns = Sessions(lambda: (given, None, processes), count(), attempts=attempts)  # type: ignore[arg-type]
+    turns.start([Row(5, 0, [], Sampling(), 11)], [{}])
+    return processes, turns
+
+
+def sampled(processes: Scripted, turns: Sessions, number: int, ids: list[int], *said: int) -> Row:
+    """A turn that is asked for, and what the model says."""
+    processes.says = [["turn", 0, number, ids, {}, []]]
+    (row,) = turns.poll(0.0) or ()
+    row.token_ids, row.log_probs, row.policy_version = list(said), [-0.5] * len(said), [0] * len(said)
+    turns.finished(row)
+    return row
+
+
+def at_its_end(processes: Scripted, turns: Sessions) -> Trajectory:
+    processes.says = [["end", 0, {"stop": "answer"}]]
+    assert turns.poll(0.0) is None
+    (one,) = turns.take()
+    return one.trajectory
+
+
+def test_only_turns_that_a_life_was_given_are_trained():
+    processes, turns = begun()
+    _ = sampled(processes, turns, 0, [5, 6], 7)
+    _ = sampled(processes, turns, 1, [5, 6, 7, 8], 9)
+    processes.says = ["died with SIGKILL"]
+    _ = turns.poll(0.0)
+    processes.says = [["turn", 0, 0, [5, 6], {}, []]]  # again: answered with what was sampled
+    assert turns.poll(0.0) == []
+    assert processes.workers[-1].told[-1][:4] == ("turn", 0, 0, [7])
+    _ = sampled(processes, turns, 1, [5, 6, 7, 4], 3)
+    (row,) = at_its_end(processes, turns).rows
+    assert row.prompt_ids + row.token_ids == [5, 6, 7, 4, 3]
+
+
+def test_a_trajectory_that_is_tried_again_draws_anew():
+    processes, turns = begun(attempts=2)
+    first = sampled(processes, turns, 0, [5, 6], 7)
+    processes.says = [["failed", 0, "why"]]
+    _ = turns.poll(0.0)
+    again = sampled(processes, turns, 0, [5, 6], 8)
+    assert again.seed != first.seed
+    (row,) = at_its_end(processes, turns).rows
+    assert row.prompt_ids + row.token_ids == [5, 6, 8]
+
+
+def test_a_process_with_calls_that_hang_gets_no_further_trajectory():
+    processes, turns = begun()
+    _ = sampled(processes, turns, 0, [5, 6], 7)
+    processes.says = [["stuck", 1]]
+    _ = turns.poll(0.0)
+    turns.start([Row(6, 0, [], Sampling(), 12)], [{}])
+    _ = turns.poll(0.0)
+    assert [what for what, *_ in processes.told].count("start") == 1
+    _ = turns.withdraw(None, keep=False)
+    _ = turns.poll(0.0)
+    assert processes not in processes.workers
 
 
 class EndingRank:

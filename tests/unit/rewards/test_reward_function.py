@@ -372,7 +372,7 @@ def test_what_hybridflow_writes_per_token_is_only_given_by_name():
 
     @per_row
     def row(prompt, response, **columns):
-        assert set(columns) == {"answer", "rewards/format", "row_id"}
+        assert set(columns) == {"answer", "own", "rewards/format", "row_id"}
         return 1.0
 
     assert FunctionReward(row)(PROMPTS, RESPONSES, ANSWERED | written) == [1.0] * 3
