@@ -1,10 +1,10 @@
 """What vLLM generates after its weights were moved there equals what a fresh vLLM generates from their checkpoint.
 
-Two models of equal sizes and different weights are trained in the same processes: one by Megatron, one by torch with
-FSDP2 around transformers' own model. For each of several generation sizes (p_g, t_g) an engine starts, reads one
-model's exported checkpoint, generates, is given the other model's weights by a transition, and generates again; the
-next engine does it the other way around. So each model's outputs exist twice, and a left-over of either shows. vLLM
-with its own loader, in a process that knows nothing of us, says what both should be.
+Two models of equal sizes and different weights are trained in the same processes, by engines of different kinds. For
+each of several generation sizes (p_g, t_g) an engine starts, reads one model's checkpoint, generates, is given the
+other model's weights by a transition, and generates again; the next engine does it the other way around. So each
+model's outputs exist twice, and a left-over of either shows. vLLM with its own loader, in a process of its own,
+says what both should be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,17 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from hybridflow.algorithms.registry import policy_loss
-from hybridflow.config import VLLM, Adam, Megatron, Sampling
+from hybridflow.config import FSDP, VLLM, Adam, Megatron, Sampling, ZeRO
 from hybridflow.engine3d.hybrid_engine import HybridEngine
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer.transfer import execute
-from hybridflow.engines.checkpoint.reader import SINGLE, Checkpoint
+from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import save_checkpoint
-from hybridflow.engines.process_groups import RankContext
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts.rank_processes import RankProcesses, World
@@ -42,64 +36,37 @@ PROMPTS = [[5, 9, 33, 49], [12, 7], [3, 3, 40, 41, 42, 8], [30]]
 TOKENS = 8
 STEPS, WORLD = 3, 4
 
-# Megatron's sizes are (p, t, d), torch's mesh (replicate, shard, tp)
-MODELS: dict[str, tuple[int, int, int]] = {
-    "megatron-1-4-1": (1, 4, 1),
-    "megatron-2-2-1-tied": (2, 2, 1),
-    "fsdp-2-tp-2": (1, 2, 2),
-    "hsdp-2-2-tied": (2, 2, 1),
+# sizes (p, t, d), and what trains
+MODELS: dict[str, tuple[tuple[int, int, int], Megatron | FSDP | ZeRO]] = {
+    "megatron-1-4-1": ((1, 4, 1), Megatron(tp=4)),
+    "megatron-2-2-1-tied": ((2, 2, 1), Megatron(pp=2, tp=2)),
+    "fsdp-1-2-2": ((1, 2, 2), FSDP(tp=2)),
+    "zero-1-1-4-tied": ((1, 1, 4), ZeRO(stage=3)),
 }
 # name: (a model of either kind, p_g, t_g); one generation replica takes one to four ranks
 CASES = {
-    "p1t1": ("megatron-1-4-1", "fsdp-2-tp-2", 1, 1),
-    "p1t4": ("megatron-1-4-1", "fsdp-2-tp-2", 1, 4),
-    "p2t2": ("megatron-2-2-1-tied", "hsdp-2-2-tied", 2, 2),
+    "p1t1": ("megatron-1-4-1", "fsdp-1-2-2", 1, 1),
+    "p1t4": ("megatron-1-4-1", "fsdp-1-2-2", 1, 4),
+    "p2t2": ("megatron-2-2-1-tied", "zero-1-1-4-tied", 2, 2),
 }
 Outputs = list[tuple[list[int], list[float]]]  # per prompt: token ids, log-probabilities
 HELD: dict[str, Any] = {}  # in each process: the trained models
 
 
 def train(world: World, group: str, name: str, root: Path) -> None:
-    """Train `name` on its ranks, export it to `root / name`, and keep it."""
-    sizes, source = MODELS[name], root / ("tied" if name.endswith("tied") else "untied")
-    megatron = name.startswith("megatron")
-    context = world.context(group, RankGrid(*sizes) if megatron else RankGrid(d=math.prod(sizes)))
-    HELD[name] = (with_megatron if megatron else with_torch)(context, sizes, source, root / name)
-
-
-def with_megatron(context: RankContext, sizes: tuple[int, int, int], source: Path, target: Path) -> Any:
+    """Train `name` on its ranks, save it to `root / name`, and keep it."""
     from hybridflow.engines.train_backends import build_engine
 
-    strategy, optimizer = Megatron(tp=sizes[1], pp=sizes[0]), Adam(lr=0.02, weight_decay=0.0)
+    (sizes, strategy), source = MODELS[name], root / ("tied" if name.endswith("tied") else "untied")
+    context, optimizer = world.context(group, RankGrid(*sizes)), Adam(lr=0.02, weight_decay=0.0)
     engine = build_engine(context, strategy, ModelSpec.from_checkpoint(source), source, optimizer)
     loss = policy_loss("ppo")
     for seed in range(STEPS):
-        engine.forward_backward(make_rows(seed=seed), loss, loss.outputs)
+        engine.forward_backward(make_rows(seed=seed + 10 * sizes[2]), loss, loss.outputs)
         engine.step()
-    group = context.groups.everyone()
-    save_checkpoint(target, engine.layout(), engine.storage(), like=source, group=group, rank=context.rank)
-    return engine
-
-
-def with_torch(context: RankContext, sizes: tuple[int, int, int], source: Path, target: Path) -> Any:
-    """A transformers model under FSDP2, exported by torch's own gathering."""
-    from transformers import AutoModelForCausalLM
-
-    from hybridflow.engines.fsdp.sharded import make_mesh
-    from tests.fsdp_models import wrap
-
-    model: Any = wrap(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), make_mesh(context, sizes))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, foreach=False)
-    ids = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(context.rank // sizes[2]))
-    for _ in range(STEPS):
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-    if context.rank == 0:
-        shutil.copytree(source, target)
-        save_file(whole, target / SINGLE, metadata={"format": "pt"})
-    return model
+    everyone = context.groups.everyone()
+    save_checkpoint(root / name, engine.layout(), engine.storage(), like=source, group=everyone, rank=context.rank)
+    HELD[name] = engine
 
 
 def generate(world: World, group: str, case: str, fresh: str, moved: str, root: Path) -> dict[str, Outputs]:
@@ -107,33 +74,21 @@ def generate(world: World, group: str, case: str, fresh: str, moved: str, root: 
     from hybridflow.engines.vllm.engine import VLLMEngine
 
     megatron, _, p_g, t_g = CASES[case]
-    context, spec = world.context(group, RankGrid(*MODELS[megatron])), ModelSpec.from_checkpoint(root / fresh)
+    context, spec = world.context(group, RankGrid(*MODELS[megatron][0])), ModelSpec.from_checkpoint(root / fresh)
     strategy = VLLM(tp=t_g, pp=p_g, kv_cache_gb=0.02, max_sequences=8)
     engine = VLLMEngine(context, strategy, context.grid.generation(p_g, t_g), spec, root / fresh)
     try:
         Checkpoint(root / fresh).read_into(engine.layout(), context.rank, engine.storage())
         engine.weights_changed()
         out = {fresh: greedy(engine)}
-        if moved == megatron:
-            hybrid = HybridEngine(HELD[moved], engine, context.groups.everyone(), context.rank)
-            hybrid.to_generation()
-            out[moved] = greedy(engine)
-            hybrid.to_training()
-        else:
-            move_from_torch(HELD[moved], engine, spec, context)
-            out[moved] = greedy(engine)
+        hybrid = HybridEngine(HELD[moved], engine, context.groups.everyone(), context.rank)
+        hybrid.to_generation()
+        out[moved] = greedy(engine)
+        hybrid.to_training()
         return out
     finally:
         engine.close()
         context.groups.close()
-
-
-def move_from_torch(model: Any, engine: Any, spec: ModelSpec, context: RankContext) -> None:
-    from tests.dtensor_layouts import dtensor_layout, dtensor_storage
-
-    weights = plan(dtensor_layout(model, spec=spec), engine.layout(), rank=context.rank)
-    execute(weights, dtensor_storage(model), engine.storage(), context.groups.everyone(), context.rank)
-    engine.weights_changed()
 
 
 def greedy(engine: Any) -> Outputs:
@@ -175,7 +130,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankProc
     for kind in ("tied", "untied"):
         make_policy(root / kind, tokenizer=False, tie_word_embeddings=kind == "tied")
     processes = RankProcesses(WORLD)
-    for name, sizes in MODELS.items():
+    for name, (sizes, _) in MODELS.items():
         processes.run(math.prod(sizes), train, processes.name(), name, root)
     yield processes, root
     processes.close()
@@ -197,7 +152,7 @@ def alone(trained) -> dict[str, Outputs]:
 def test_moved_weights_generate_as_a_fresh_engine_does(trained, alone, case):
     processes, root = trained
     one, other, _, _ = CASES[case]
-    ranks = math.prod(MODELS[one])
+    ranks = math.prod(MODELS[one][0])
     first = processes.run(ranks, generate, processes.name(), case, one, other, root)
     second = processes.run(ranks, generate, processes.name(), case, other, one, root)
     for a, b in zip(first, second, strict=True):
