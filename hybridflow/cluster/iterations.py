@@ -112,9 +112,10 @@ class Iterations:
         """The iteration of the loader's loop, from 1; None outside a loop."""
         return self.done_before + self.current - self._loop_start if self._has_loader else None
 
-    def listen(self) -> None:
-        """Collect events from now on."""
-        self.events = deque(maxlen=_MOST_EVENTS) if self.events is None else self.events
+    def listen(self) -> deque[tuple[int, Event | Incident]]:
+        """Collect events from now on, no longer for who listened before."""
+        self.events = deque(maxlen=_MOST_EVENTS)
+        return self.events
 
     def note(self, kind: str, what: str, start: float, ahead: int = 0) -> None:
         """Collect a time span of the driver from `start` to now; `ahead`: it belongs to the next iteration."""

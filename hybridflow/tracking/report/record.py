@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -63,7 +63,7 @@ class EventRecorder:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        session.iterations.listen()
+        self._waiting = session.iterations.listen()
         self._described: tuple[dict[str, list[str]], list[dict[str, Any]]] | None = None
         self._devices: list[dict[str, Any]] = []
         self._began = time.time()  # a run that continues has no calls between its last ones and this
@@ -76,8 +76,7 @@ class EventRecorder:
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """The records since the last `take`, and the metrics of the `iteration` of the session, which is `step` of the
         run and took `seconds`. Without an iteration the run has ended, and this was its last step."""
-        waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events or deque()
-        taken = [waiting.popleft() for _ in range(len(waiting))]
+        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if taken and (dropped := self.session.iterations.dropped):
             self.session.iterations.dropped, at = 0, time.time()
             what = f"{dropped:,} older events were dropped: log at least every {len(taken):,} events"
@@ -98,14 +97,15 @@ class EventRecorder:
 
     def close(self) -> None:
         """Collect no further events."""
-        self.session.iterations.events = None
+        if self.session.iterations.events is self._waiting:
+            self.session.iterations.events = None
 
     def forget(self, step: int) -> None:
         """Drop the events of iterations after `step`, which are done again."""
-        if (events := self.session.iterations.events) is not None:
-            kept = [(n, event) for n, event in events if isinstance(event, Incident) or self._step(event, n) <= step]
-            events.clear()
-            events.extend(kept)
+        waiting = [*self._waiting]
+        kept = [(n, event) for n, event in waiting if isinstance(event, Incident) or self._step(event, n) <= step]
+        self._waiting.clear()
+        self._waiting.extend(kept)
 
     def _step(self, event: Event | Incident, number: int) -> int:
         """The run's step of an event in this iteration of the session, which may have run several loops; 0: outside of

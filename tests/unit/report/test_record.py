@@ -46,7 +46,6 @@ def test_events_get_the_step_of_their_iteration_without_a_loader(session):
 
 def test_dropped_events_are_noted_once(session, monkeypatch):
     monkeypatch.setattr("hybridflow.cluster.iterations._MOST_EVENTS", 3)
-    session.iterations.events = None
     recorder = EventRecorder(session)
     for number in range(5):
         session.iterations.note("wait", str(number), 0.0)
@@ -55,6 +54,17 @@ def test_dropped_events_are_noted_once(session, monkeypatch):
     assert [record["what"].partition(" older")[0] for record in records if record["kind"] == "note"] == ["2"]
     session.iterations.note("wait", "5", 0.0)
     assert [record["kind"] for record in recorder.take(2, 2, 1.0)[0]] == ["wait"]
+
+
+def test_events_are_of_who_listened_then(session):
+    first = EventRecorder(session)
+    session.iterations.events.append((1, event(1, 1.0)))
+    second = EventRecorder(session)
+    session.iterations.events.append((2, event(2, 2.0)))
+    assert steps(second.take(2, 2, 1.0)[0][1:]) == [("call", 2)]
+    first.close()
+    assert session.iterations.events is not None
+    assert steps(first.take(1, 1, 1.0)[0][1:]) == [("call", 1)]
 
 
 def test_calls_beside_a_loop_are_of_step_zero(session):
