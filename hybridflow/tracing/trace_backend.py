@@ -14,6 +14,7 @@ import itertools
 import os
 import tempfile
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -168,7 +169,11 @@ class TraceBackend(SessionBackend):
     def nothing(self, *_: Any, **__: Any) -> None:
         """No process has anything to do, to end or to report."""
 
-    stop_hosts = build = drop = close = wait = listen = collect = finished = nothing
+    stop_hosts = build = drop = close = wait = collect = finished = nothing
+
+    def listen(self) -> deque[Any]:
+        """Nothing happens that could be collected."""
+        return deque()
 
     # Groups
 
