@@ -28,7 +28,7 @@ from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.models.spec import ModelSpec
-from hybridflow.tracking.report.record import peak_flops
+from hybridflow.planner.describe.cluster_spec import peak_flops
 
 
 def qwen(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocab: int, tied: bool) -> ModelSpec:

@@ -129,6 +129,15 @@ def device(name: str) -> DeviceSpec:
 
 LINK_LATENCY = 5e-6
 NETWORK_LATENCY = 15e-6
+
+
+def peak_flops(name: str, dtype: str = "bfloat16") -> float | None:
+    """Peak FLOP/s of a device of this name for operands of `dtype`; None if unknown, and for a part of a device."""
+    if dtype == "float32" or re.search(r"\bMIG\b", name):
+        return None
+    return next((peak * 1e12 for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
+
+
 MOST_DEVICES = 1 << 17
 """Limit of a description: more is a typo that would keep a search busy for hours."""
 _PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>\d+(\.\d+)?)(?P<unit>[gt])bps)?")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -24,7 +23,7 @@ from hybridflow.cluster.iterations import Incident
 from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.call_events import Event
 from hybridflow.errors import ConfigError
-from hybridflow.planner.describe.cluster_spec import PEAKS
+from hybridflow.planner.describe.cluster_spec import peak_flops
 from hybridflow.tracking.report.run_files import RunFiles, as_object, is_event
 
 logger = logging.getLogger(__name__)
@@ -160,13 +159,6 @@ class EventRecorder:
     def devices(self) -> int:
         """The number of devices of all pools."""
         return sum(len(pool.hosts) for pool in self.session.pools)
-
-
-def peak_flops(name: str, dtype: str = "bfloat16") -> float | None:
-    """Peak FLOP/s of a device of this name for operands of `dtype`; None if unknown, and for a part of a device."""
-    if dtype == "float32" or re.search(r"\bMIG\b", name):
-        return None
-    return next((peak * 1e12 for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def mfu(events: Iterable[Event], seconds: float, peaks: Mapping[tuple[str, int], float]) -> dict[str, float]:

@@ -15,9 +15,10 @@ from hybridflow.cli.commands import main
 from hybridflow.cluster.iterations import Incident, Iterations
 from hybridflow.engines.call_events import CallWork, Event, Stage, bytes_of, events_of, memory_used, work_of
 from hybridflow.errors import ConfigError
+from hybridflow.planner.describe.cluster_spec import peak_flops
 from hybridflow.topology import RankGrid
 from hybridflow.tracking.report.chrome_trace import trace, write_timeline
-from hybridflow.tracking.report.record import EventRecorder, as_record, mfu, peak_flops, read_events
+from hybridflow.tracking.report.record import EventRecorder, as_record, mfu, read_events
 
 
 def event(step: int | None, end: float, flops: float = 0.0) -> Event:
