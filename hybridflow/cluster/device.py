@@ -161,20 +161,14 @@ def explain(
 def _changes(settings: Mapping[str, Any], planned: bool) -> dict[str, str]:
     """The settings of a group that can free memory, and their values now; `planned`: some group generates there."""
     train, generate = settings.get("train"), settings.get("generate")
-    found: dict[str, tuple[str, Any]] = {
-        "offload": (
-            "offload= of the groups on this device, whose state then waits on the host",
-            settings.get("offload", False),
-        )
-    }
+    waits = "offload= of the groups on this device, whose state then waits on the host"
+    found: dict[str, tuple[str, Any]] = {"offload": (waits, settings.get("offload", False))}
     if train is not None:
         sizes = ", ".join(f"{name}={getattr(train, name)}" for name in ("tp", "pp", "stage") if hasattr(train, name))
-        smaller, share = (
-            "fewer tokens computed at a time, train=...(micro_tokens=...)",
-            f"{type(train).__name__}({sizes})",
-        )
+        smaller = "fewer tokens computed at a time, train=...(micro_tokens=...)"
         found["micro_tokens"] = smaller, getattr(train, "micro_tokens", None)
-        found["share"] = "a smaller part of the model per device, by larger tp or pp, FSDP() or ZeRO(stage=3)", share
+        shared = "a smaller part of the model per device, by larger tp or pp, FSDP() or ZeRO(stage=3)"
+        found["share"] = shared, f"{type(train).__name__}({sizes})"
         if not getattr(train, "recompute", False):
             twice = "train=...(recompute=True), which computes activations twice instead of keeping them"
             found["recompute"] = twice, False

@@ -57,9 +57,8 @@ class RecentProcesses:
         found, images = self._made.pop(name, (None, images))
         found = Supervisor(pickled(process.main, "the agent")) if found is None else found
         self._made[name] = found, images
-        for worker in sorted(found.workers, key=lambda one: one.retiring)[workers:]:
-            found.end(worker)
-        for worker in [one for one in found.workers if one.retiring]:
+        kept = [one for one in found.workers if not one.retiring][:workers]
+        for worker in [one for one in found.workers if one not in kept]:
             found.end(worker)
         while len(self._made) > self._most:
             self._made.pop(next(iter(self._made)))[0].close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from hybridflow.cluster import startup
 from hybridflow.tracking import displays
@@ -137,3 +138,12 @@ def test_the_start_and_the_run_share_one_console(tmp_path, output):
     with startup.listening(display):
         assert RunDisplay()._console is display.console
     assert RunDisplay()._console is not display.console
+
+
+def test_samples_print_without_what_is_alive(capsys):
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Live("loading weights", console=console, redirect_stdout=False, redirect_stderr=False, auto_refresh=False):
+        RunDisplay(console=console).samples([{"response": "eighteen"}], "samples")
+    printed = capsys.readouterr().out
+    assert "eighteen" in printed
+    assert "loading weights" not in printed

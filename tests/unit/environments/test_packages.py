@@ -195,6 +195,23 @@ def test_an_mcp_server_that_is_not_there(within):
         asyncio.run(asked()) if within else environments.mcp(["/no/server"])
 
 
+def failure_of_the_second(made, checkpoint) -> str:
+    """Three episodes of an echo, of which the second says "fail"."""
+    rows = [{"seed": 7, "says": "abc"}, {"row_id": 8, "says": "fail"}, {"seed": 9, "says": "a"}]
+    heard = []
+
+    def says(row, turn, text):
+        heard.append(text)
+        return row["says"]
+
+    long, failed, short = run(EnvironmentLoop(made, 5), checkpoint, rows, says)
+    assert (long.failure, long.ending.stop, long.ending.reward) == (None, "done", 6.0)
+    assert (short.failure, short.ending.reward) == (None, 2.0)
+    assert all(any(said in one for one in heard) for said in ("Seed 7.", "Seed 8.", "heard abc"))
+    assert failed.failure is not None
+    return failed.failure
+
+
 @pytest.mark.skipif(not OPENENV, reason="OPENENV_PYTHON names no interpreter that has openenv-core")
 def test_an_openenv_server(checkpoint, tmp_path):
     (tmp_path / "server.py").write_text(ECHO)
@@ -211,20 +228,7 @@ def test_an_openenv_server(checkpoint, tmp_path):
                 break
             except ConfigError:
                 time.sleep(0.2)
-        rows = [{"seed": 7, "says": "abc"}, {"seed": 8, "says": "fail"}, {"seed": 9, "says": "a"}]
-        heard = []
-
-        def says(row, turn, text):
-            heard.append(text)
-            return row["says"]
-
-        long, failed, short = run(EnvironmentLoop(made, 5), checkpoint, rows, says)
-        assert (long.failure, long.ending.stop, long.ending.reward) == (None, "done", 6.0)
-        assert (short.failure, short.ending.reward) == (None, 2.0)
-        assert failed.failure is not None
-        assert "lost" in failed.failure
-        assert any("Seed 7." in one for one in heard)
-        assert any("heard abc" in one for one in heard)
+        assert "lost" in failure_of_the_second(made, checkpoint)
     finally:
         server.kill()
         server.wait()
@@ -263,29 +267,17 @@ def stand_in() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     asyncio.run_coroutine_threadsafe(serve(), loop).result(30)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
 
 
 def test_a_server_that_speaks_as_those_of_openenv(checkpoint):
-    rows = [{"seed": 7, "says": "abc"}, {"row_id": 8, "says": "fail"}, {"seed": 9, "says": "a"}]
-    heard = []
-
-    def says(row, turn, text):
-        heard.append(text)
-        return row["says"]
-
     with stand_in() as url:
-        made = environments.openenv(url, observation="text")
-        long, failed, short = run(EnvironmentLoop(made, 5), checkpoint, rows, says)
-    assert (long.failure, long.ending.stop, long.ending.reward) == (None, "done", 6.0)
-    assert (short.failure, short.ending.reward) == (None, 2.0)
-    assert failed.failure is not None
-    assert 'answered step: {"message": "lost"}' in failed.failure
-    assert any("Seed 7." in one for one in heard)
-    assert any("Seed 8." in one for one in heard)
-    assert any("heard abc" in one for one in heard)
+        failure = failure_of_the_second(environments.openenv(url, observation="text"), checkpoint)
+    assert 'answered step: {"message": "lost"}' in failure
 
 
 @pytest.mark.parametrize("url", ["localhost", "http://127.0.0.1:9"])
